@@ -1,0 +1,14 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef WUSHKV_QUANTIZE_QUANTIZE_HPP
+#define WUSHKV_QUANTIZE_QUANTIZE_HPP
+
+// Every quantizer, rounding and packing (design.md, section 3).
+#include "wushkv/quantize/affine.hpp"
+#include "wushkv/quantize/concept.hpp"
+#include "wushkv/quantize/lloyd_max.hpp"
+#include "wushkv/quantize/packing.hpp"
+#include "wushkv/quantize/pass_through.hpp"
+#include "wushkv/quantize/quest.hpp"
+#include "wushkv/quantize/rounding.hpp"
+
+#endif  // WUSHKV_QUANTIZE_QUANTIZE_HPP

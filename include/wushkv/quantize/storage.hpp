@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef WUSHKV_QUANTIZE_STORAGE_HPP
+#define WUSHKV_QUANTIZE_STORAGE_HPP
+
+#include <algorithm>
+#include <concepts>
+#include <limits>
+
+#include "wushkv/core/types.hpp"
+
+namespace wushkv {
+
+/// What a scale or a zero point may be stored as.
+template <class T>
+concept ParameterStorage = std::same_as<T, double> || std::same_as<T, float> ||
+    std::same_as<T, Eigen::half> || std::same_as<T, Eigen::bfloat16>;
+
+namespace detail {
+
+/// The largest finite value of a storage type.
+template <ParameterStorage Storage>
+double storage_max() {
+  return static_cast<double>(Eigen::NumTraits<Storage>::highest());
+}
+
+/// Bits of a storage type's significand, the hidden one included.
+template <ParameterStorage Storage>
+inline constexpr int storage_digits = std::same_as<Storage, double>        ? 53
+                                      : std::same_as<Storage, float>       ? 24
+                                      : std::same_as<Storage, Eigen::half> ? 11
+                                                                           : 8;
+
+/// Rounds to the storage type; what would overflow becomes its largest value, so that decoding stays finite.
+template <ParameterStorage Storage, class Scalar>
+Storage store(Scalar value) {
+  if constexpr (std::same_as<Storage, Scalar>) {
+    return std::clamp(value, -std::numeric_limits<Scalar>::max(), std::numeric_limits<Scalar>::max());
+  } else {
+    const double limit = storage_max<Storage>();
+    const double clamped = std::clamp(static_cast<double>(value), -limit, limit);
+    if constexpr (std::same_as<Storage, double> || std::same_as<Storage, float>)
+      return static_cast<Storage>(clamped);
+    else
+      return static_cast<Storage>(static_cast<float>(clamped));
+  }
+}
+
+}  // namespace detail
+}  // namespace wushkv
+
+#endif  // WUSHKV_QUANTIZE_STORAGE_HPP

@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "wushkv/quantize/affine.hpp"
+
+#include "quantizer_properties.hpp"
+
+using namespace wushkv;
+
+TEST_CASE_TEMPLATE("affine quantizers have a quantizer's properties", Scalar, float, double) {
+  test::Random random(30);
+  for (int bits = 1; bits <= 8; ++bits) {
+    test::check_quantizer(Affine<Scalar>::min_max(bits), random);
+    test::check_quantizer(Affine<Scalar>::percentile(.92, bits), random);
+    test::check_quantizer(Affine<Scalar>::shrunk(.65, bits), random);
+    test::check_quantizer(Affine<Scalar, Dynamic, float>::percentile(.96, bits), random);
+    test::check_quantizer(Affine<Scalar, Dynamic, Eigen::half>::min_max(bits), random);
+    test::check_quantizer(Affine<Scalar, Dynamic, Eigen::bfloat16>::min_max(bits), random);
+  }
+}
+
+TEST_CASE("min-max: the least value is code 0, the greatest the last, the rest to the nearest") {
+  const Affine<double, 2> affine = Affine<double, 2>::min_max();
+  const Vector<double> group = Eigen::Vector4d(-1, 5, 1.9, 2.1);
+  const auto params = affine.fit(group);
+  CHECK(params.scale == 2);
+  CHECK(params.zero == 0.5);
+  CHECK(test::identical(test::decoded(affine, group), Eigen::Vector4d(-1, 5, 1, 3)));
+  CHECK(affine.encode(2.0, params) == 2);  // halfway rounds up
+  CHECK(affine.encode(1e300, params) == 3);
+  CHECK(affine.encode(-1e300, params) == 0);
+}
+
+TEST_CASE("percentile: the range is clamped to the magnitude of rank floor(kappa n)") {
+  Vector<double> group(10);
+  group << 1, -2, 3, -4, 5, -6, 7, -8, 9, 100;
+  const auto params = Affine<double, 2>::percentile(.8).fit(group);  // rank 8: tau = 9
+  CHECK(params.scale == doctest::Approx(17.0 / 3));                  // from -8 to 9
+  CHECK(params.zero == doctest::Approx(8 / (17.0 / 3)));
+  const auto all = Affine<double, 2>::percentile(1).fit(group);  // rank n - 1: nothing is clamped
+  CHECK(all.scale == doctest::Approx(36));
+  const auto narrow = Affine<double, 2>::percentile(.05).fit(group);  // rank 0: tau = 1
+  CHECK(narrow.scale == doctest::Approx(2.0 / 3));
+  const Vector<double> one = Vector<double>::Constant(1, -3);
+  CHECK(test::identical(test::decoded(Affine<double, 2>::percentile(.96), one), one));
+}
+
+TEST_CASE("percentile of a group too large for the stack") {
+  test::Random random(31);
+  const Vector<double> group = random.vector(5000);
+  Vector<double> sorted = group.cwiseAbs();
+  std::sort(sorted.begin(), sorted.end());
+  const double tau = sorted[4800];
+  const auto params = Affine<double, 4>::percentile(.96).fit(group);
+  CHECK(params.scale == doctest::Approx(2 * tau / 15).epsilon(1e-12));
+}
+
+TEST_CASE("shrunk: both extremes times the factor") {
+  const Vector<double> group = Eigen::Vector3d(-4, 0.5, 8);
+  const auto params = Affine<double, 2>::shrunk(.5).fit(group);
+  CHECK(params.scale == 2);
+  CHECK(params.zero == 1);
+}
+
+TEST_CASE_TEMPLATE("a constant group decodes to its value, as the storage rounds it", Storage, double, float,
+                   Eigen::half, Eigen::bfloat16) {
+  test::Random random(32);
+  for (int round = 0; round < 300; ++round) {
+    const double value = random.normal() * std::pow(10.0, random.uniform(-3, 4));
+    const Vector<double> group = Vector<double>::Constant(random.integer(1, 64), value);
+    const double rounded = static_cast<double>(detail::store<Storage>(value));
+    for (const auto& affine :
+         {Affine<double, Dynamic, Storage>::min_max(static_cast<int>(random.integer(1, 8))),
+          Affine<double, Dynamic, Storage>::percentile(.96, static_cast<int>(random.integer(1, 8)))}) {
+      const Vector<double> back = test::decoded(affine, group);
+      CHECK(std::abs(back[0] - value) <= std::abs(rounded - value) * (1 + 1e-12));
+      CHECK((back.array() == back[0]).all());
+    }
+  }
+}
+
+TEST_CASE_TEMPLATE("a narrow group far from zero keeps the digits that the storage has", Storage, float,
+                   Eigen::half, Eigen::bfloat16) {
+  test::Random random(33);
+  const double unit = std::ldexp(1.0, -detail::storage_digits<Storage>);
+  for (int round = 0; round < 300; ++round) {
+    const double offset = random.uniform(50, 5000) * random.pick({-1, 1}),
+                 width = std::pow(10.0, random.uniform(-4, 1));
+    const int bits = static_cast<int>(random.integer(1, 8));
+    const Vector<double> group = (random.vector(64) * width).array() + offset;
+    const auto affine = Affine<double, Dynamic, Storage>::min_max(bits);
+    const double range = group.maxCoeff() - group.minCoeff(), largest = group.cwiseAbs().maxCoeff();
+    // Half a step of the ideal levels, or of those a rounded zero point allows.
+    const double allowed = std::max(range / ((1 << bits) - 1), 2 * unit * largest);
+    CAPTURE(offset);
+    CAPTURE(width);
+    CAPTURE(bits);
+    CHECK((test::decoded(affine, group) - group).norm() <= std::sqrt(64.0) * allowed);
+  }
+}
+
+TEST_CASE("affine refuses bad settings") {
+  CHECK_REFUSED(Affine<float>::min_max(0), "bits is 0");
+  CHECK_REFUSED(Affine<float>::min_max(9), "bits is 9");
+  CHECK_REFUSED(Affine<float>::percentile(-.1, 2), "kappa is -0.1");
+  CHECK_REFUSED(Affine<float>::percentile(1.1, 2), "kappa");
+  CHECK_REFUSED(Affine<float>::percentile(test::nan, 2), "kappa");
+  CHECK_REFUSED(Affine<float>::shrunk(0, 2), "range is 0");
+  CHECK_REFUSED(Affine<float>::shrunk(1.5, 2), "range");
+  CHECK_REFUSED(Affine<float>::min_max(2).fit(Vector<float>(0)), "0 values");
+}
