@@ -1,0 +1,176 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef WUSHKV_CALIBRATE_BUILD_HPP
+#define WUSHKV_CALIBRATE_BUILD_HPP
+
+#include <array>
+#include <cstdint>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "wushkv/calibrate/rotations.hpp"
+#include "wushkv/calibrate/statistics.hpp"
+#include "wushkv/calibrate/wush.hpp"
+#include "wushkv/transform/block_diagonal.hpp"
+#include "wushkv/transform/dense.hpp"
+#include "wushkv/transform/identity.hpp"
+
+namespace wushkv {
+
+/// The transforms that calibration can build (design.md, section 2).
+enum class Construction { None, Hadamard, Random, Pca, RotateKv, Oscar, OscarPerHead, Wush };
+
+namespace detail {
+
+inline constexpr std::array<std::pair<Construction, std::string_view>, 8> construction_names = {{
+    {Construction::None, "none"},
+    {Construction::Hadamard, "hadamard"},
+    {Construction::Random, "random"},
+    {Construction::Pca, "pca"},
+    {Construction::RotateKv, "rotate-kv"},
+    {Construction::Oscar, "oscar"},
+    {Construction::OscarPerHead, "oscar-per-head"},
+    {Construction::Wush, "wush"},
+}};
+
+}  // namespace detail
+
+/// The name of a construction on command lines and in files.
+inline std::string_view to_string(Construction construction) {
+  for (const auto& [value, name] : detail::construction_names)
+    if (value == construction) return name;
+  detail::invalid_argument("Construction: ", static_cast<int>(construction), " is none of the enumerators");
+}
+
+/// Undoes `to_string`. Throws `std::invalid_argument`, with the names there are, for another name.
+inline Construction construction_from_string(std::string_view wanted) {
+  std::string names;
+  for (const auto& [value, name] : detail::construction_names) {
+    if (name == wanted) return value;
+    names += names.empty() ? "" : ", ";
+    names += name;
+  }
+  detail::invalid_argument("Construction: '", wanted, "' is unknown, expected one of ", names);
+}
+
+/// Any linear transform of a head as matrices by group, in double: what files hold. `cast` its blocks to a
+/// float, or give a fast transform its own type instead.
+using BlockTransform = BlockDiagonal<Dense<double>>;
+
+/// The transforms of one layer, one a KV head.
+struct LayerTransforms {
+  std::vector<BlockTransform> keys, values;
+};
+
+struct BuildOptions {
+  Construction construction = Construction::Wush;
+  /// Coordinates that share a scale, 0 for the whole head. Hadamard, RotateKV and WUSH are block diagonal by
+  /// it (RotateKV up to its permutation); the others mix the whole head.
+  Index key_group = 0, value_group = 0;
+  /// WUSH's damping and exponent.
+  double damping = WushOptions{}.damping, exponent = WushOptions{}.exponent;
+  /// Scale WUSH so that what the cache stores has unit mean square on the calibration tokens; else c = 1.
+  bool unit_mean_square = true;
+  /// Of the random rotation, which all heads share.
+  std::uint64_t seed = 0;
+};
+
+namespace detail {
+
+/// A transform's matrix as blocks of `group` coordinates, or one block if the transform mixes groups.
+inline BlockTransform as_blocks(const MatrixPair& pair, Index group) {
+  const Index dim = pair.forward.rows();
+  SquareMatrix<double> rest = pair.forward;
+  for (Index at = 0; at < dim; at += group) rest.block(at, at, group, group).setZero();
+  if (!rest.isZero(0)) return BlockTransform(Dense<double>(pair), 1);
+  std::vector<Dense<double>> blocks;
+  for (Index at = 0; at < dim; at += group)
+    blocks.emplace_back(
+        MatrixPair{pair.forward.block(at, at, group, group), pair.inverse.block(at, at, group, group)});
+  return BlockTransform(std::move(blocks));
+}
+
+template <Transform T>
+BlockTransform orthogonal_blocks(const T& transform, Index group) {
+  const SquareMatrix<double> t = to_matrix(transform);
+  return as_blocks({t, t.transpose()}, group);
+}
+
+struct HeadSums {
+  const SquareMatrix<double>&gram, &hessian, &head_sigma, &layer_sigma;
+};
+
+inline BlockTransform build_head(const HeadSums& sums, Index group, const BuildOptions& options,
+                                 double tokens) {
+  const Index d = sums.gram.rows();
+  switch (options.construction) {
+    case Construction::None:
+      return orthogonal_blocks(Identity<double>(d), group);
+    case Construction::Hadamard:
+      return orthogonal_blocks(group_hadamard<double>(d, group), group);
+    case Construction::Random:
+      return orthogonal_blocks(random_rotation<double>(d, options.seed), d);
+    case Construction::Pca:
+      return orthogonal_blocks(pca<double>(sums.gram), d);
+    case Construction::RotateKv:
+      return orthogonal_blocks(rotate_kv<double>(sums.gram, group), group);
+    case Construction::Oscar:
+      return orthogonal_blocks(oscar<double>(sums.layer_sigma), d);
+    case Construction::OscarPerHead:
+      return orthogonal_blocks(oscar<double>(sums.head_sigma), d);
+    case Construction::Wush: {
+      const WushOptions wush_options{options.damping, options.exponent,
+                                     options.unit_mean_square ? tokens : 0};
+      return wush_blocks<double>(sums.gram, sums.hessian, group, wush_options);
+    }
+  }
+  invalid_argument("build_transforms: construction ", static_cast<int>(options.construction),
+                   " is none of the enumerators");
+}
+
+inline Index checked_group(std::string_view name, Index group, Index dim) {
+  if (group == 0) return dim;
+  if (group < 1 || dim % group != 0)
+    invalid_argument("build_transforms: ", name, " is ", group,
+                     ", expected 0 or a divisor of the head dimension ", dim);
+  return group;
+}
+
+}  // namespace detail
+
+/// Builds one transform a KV head for a layer's keys and values from its statistics; none of them depends on
+/// the bit width. Throws `std::invalid_argument` for a group that does not divide a head, a dimension at
+/// which the construction does not exist, and statistics that it needs and are not there (no tokens; for
+/// WUSH, no output projection).
+inline LayerTransforms build_transforms(const LayerStatistics& statistics, const BuildOptions& options = {}) {
+  const AttentionHeads& heads = statistics.heads();
+  const Index key_group = detail::checked_group("key_group", options.key_group, heads.key_dim);
+  const Index value_group = detail::checked_group("value_group", options.value_group, heads.value_dim);
+  const bool data_free = options.construction == Construction::None ||
+                         options.construction == Construction::Hadamard ||
+                         options.construction == Construction::Random;
+  if (!data_free && statistics.tokens() == 0)
+    detail::invalid_argument("build_transforms: statistics of 0 tokens, expected at least one for ",
+                             to_string(options.construction));
+  if (options.construction == Construction::Wush && !statistics.has_output_projection())
+    detail::invalid_argument(
+        "build_transforms: statistics without an output projection, expected set_output_projection before "
+        "WUSH");
+  const double tokens = static_cast<double>(statistics.tokens());
+  LayerTransforms result;
+  for (Index h = 0; h < heads.kv_heads; ++h) {
+    const HeadStatistics& head = statistics.head(h);
+    const SquareMatrix<double> head_key_sigma = head.key_hessian / 2;
+    result.keys.push_back(
+        detail::build_head({head.key_gram, head.key_hessian, head_key_sigma, statistics.key_sigma()},
+                           key_group, options, tokens));
+    result.values.push_back(
+        detail::build_head({head.value_gram, head.value_hessian, head.value_sigma, statistics.value_sigma()},
+                           value_group, options, tokens));
+  }
+  return result;
+}
+
+}  // namespace wushkv
+
+#endif  // WUSHKV_CALIBRATE_BUILD_HPP

@@ -1,0 +1,12 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef WUSHKV_CALIBRATE_CALIBRATE_HPP
+#define WUSHKV_CALIBRATE_CALIBRATE_HPP
+
+// Statistics, constructions and folding (design.md, section 3).
+#include "wushkv/calibrate/build.hpp"
+#include "wushkv/calibrate/fold.hpp"
+#include "wushkv/calibrate/rotations.hpp"
+#include "wushkv/calibrate/statistics.hpp"
+#include "wushkv/calibrate/wush.hpp"
+
+#endif  // WUSHKV_CALIBRATE_CALIBRATE_HPP
