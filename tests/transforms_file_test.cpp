@@ -1,0 +1,150 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "wushkv/io/transforms.hpp"
+
+#include "support.hpp"
+#include "temporary_file.hpp"
+
+using namespace wushkv;
+
+namespace {
+
+ModelTransforms any_transforms(test::Random& random) {
+  const AttentionHeads heads{4, 2, 16, 8};
+  LayerStatistics statistics(heads);
+  statistics.set_output_projection(random.batch(32, 20));
+  statistics.add(random.batch(50, 64), random.batch(50, 32), random.batch(50, 16));
+  BuildOptions blocks;
+  blocks.key_group = 4;
+  return {{build_transforms(statistics), build_transforms(statistics, blocks)}, describe(blocks)};
+}
+
+}  // namespace
+
+TEST_CASE("transforms come back bit for bit, with their metadata") {
+  test::Random random(180);
+  const ModelTransforms transforms = any_transforms(random);
+  const test::TemporaryFile file("transforms.safetensors");
+  save_transforms(file.path(), transforms);
+  const ModelTransforms back = load_transforms(file.path());
+  REQUIRE(back.layers.size() == 2);
+  CHECK(back.layers[1].keys[0].block_count() == 4);
+  CHECK(back.layers[1].values[0].block_count() == 1);
+  for (std::size_t l = 0; l < 2; ++l)
+    for (std::size_t h = 0; h < 2; ++h) {
+      CHECK(test::identical(to_matrix(back.layers[l].keys[h]), to_matrix(transforms.layers[l].keys[h])));
+      CHECK(test::identical(to_matrix(back.layers[l].values[h]), to_matrix(transforms.layers[l].values[h])));
+      CHECK(test::identical(back.layers[l].keys[h].blocks()[0].inverse_matrix(),
+                            transforms.layers[l].keys[h].blocks()[0].inverse_matrix()));
+    }
+  CHECK(back.metadata.at("construction") == "wush");
+  CHECK(back.metadata.at("damping") == "0.01");
+  CHECK(back.metadata.at("convention") == "column");
+}
+
+TEST_CASE("tensors have the names, shapes and orientation that the header documents") {
+  test::Random random(181);
+  const ModelTransforms transforms = any_transforms(random);
+  const test::TemporaryFile path("transforms.safetensors");
+  save_transforms(path.path(), transforms);
+  const SafetensorsFile file(path.path());
+  const auto& key = transforms.layers[1].keys[1].blocks()[2];
+  const auto& value = transforms.layers[1].values[1].blocks()[0];
+  CHECK(test::identical(file.matrix<double>("k.1", {2, 4, 4, 4}).middleRows(4 * (4 + 2), 4), key.matrix()));
+  CHECK(test::identical(file.matrix<double>("k_inv.1", {2, 4, 4, 4}).middleRows(4 * (4 + 2), 4),
+                        key.inverse_matrix()));
+  CHECK(test::identical(file.matrix<double>("v_t.1", {2, 1, 8, 8}).middleRows(8, 8),
+                        value.matrix().transpose()));
+  CHECK(test::identical(file.matrix<double>("v_inv_t.1", {2, 1, 8, 8}).middleRows(8, 8),
+                        value.inverse_matrix().transpose()));
+}
+
+TEST_CASE("a file in the row convention, single precision, gives the same transforms") {
+  test::Random random(182);
+  const ModelTransforms transforms = any_transforms(random);
+  SafetensorsWriter writer;
+  writer.set_metadata("format", "wushkv-transforms-1");
+  writer.set_metadata("layers", "1");
+  writer.set_metadata("convention", "row");
+  const auto add = [&](const char* name, const std::vector<BlockTransform>& heads, bool inverse,
+                       bool transpose) {
+    const Index d = heads[0].dim();
+    Batch<float> rows(2 * d, d);
+    for (Index h = 0; h < 2; ++h) {
+      const Dense<double>& block = heads[static_cast<std::size_t>(h)].blocks()[0];
+      const SquareMatrix<double> matrix = inverse ? block.inverse_matrix() : block.matrix();
+      rows.middleRows(h * d, d) =
+          (transpose ? SquareMatrix<double>(matrix.transpose()) : matrix).cast<float>();
+    }
+    writer.add(name, {2, 1, d, d}, rows);
+  };
+  add("k.0", transforms.layers[0].keys, false, true);
+  add("k_inv.0", transforms.layers[0].keys, true, true);
+  add("v_t.0", transforms.layers[0].values, false, false);
+  add("v_inv_t.0", transforms.layers[0].values, true, false);
+  const ModelTransforms back = load_transforms(SafetensorsFile::from_bytes(writer.bytes()));
+  for (std::size_t h = 0; h < 2; ++h) {
+    CHECK(test::relative_difference(to_matrix(back.layers[0].keys[h]),
+                                    to_matrix(transforms.layers[0].keys[h])) < 1e-6);
+    CHECK(test::relative_difference(to_matrix(back.layers[0].values[h]),
+                                    to_matrix(transforms.layers[0].values[h])) < 1e-6);
+  }
+}
+
+TEST_CASE("learned transforms come in by name, in either convention") {
+  test::Random random(183);
+  const SquareMatrix<double> rotation = random_rotation_matrix(16, 3), dense = random.definite(16),
+                             a = random.definite(2), b = random.definite(4);
+  SafetensorsWriter writer;
+  writer.add("R", Batch<float>(rotation.cast<float>()));
+  writer.add("T", Batch<double>(dense));
+  writer.add("A", Batch<double>(a));
+  writer.add("B", Batch<double>(b));
+  writer.add("wide", random.batch(3, 4));
+  writer.add("line", random.vector(4));
+  const SafetensorsFile file = SafetensorsFile::from_bytes(writer.bytes());
+  CHECK(test::relative_difference(load_orthogonal<float>(file, "R").matrix(), rotation) < 1e-6);
+  CHECK(test::relative_difference(load_orthogonal<float>(file, "R", VectorConvention::Row).matrix(),
+                                  rotation.transpose()) < 1e-6);
+  CHECK(test::identical(load_dense<double>(file, "T").matrix(), dense));
+  const Kronecker<double> kronecker = load_kronecker<double>(file, "A", "B");
+  CHECK(kronecker.dim() == 8);
+  CHECK(test::identical(kronecker.a().matrix(), a));
+  const auto refused = [](auto&& call) { return test::message_of<std::exception>(call); };
+  CHECK(refused([&] { load_dense<float>(file, "none"); }).find("none") != std::string::npos);
+  CHECK(refused([&] { load_dense<float>(file, "wide"); }).find("expected [3, 3]") != std::string::npos);
+  CHECK(refused([&] { load_dense<float>(file, "line"); }).find("expected [?, ?]") != std::string::npos);
+  CHECK(refused([&] { load_orthogonal<float>(file, "T"); }).find("off by") != std::string::npos);
+}
+
+TEST_CASE("bad input is refused") {
+  test::Random random(184);
+  const ModelTransforms good = any_transforms(random);
+  const test::TemporaryFile file("transforms.safetensors");
+  CHECK_REFUSED(save_transforms(file.path(), {}), "0 layers");
+  ModelTransforms uneven = good;
+  uneven.layers[0].values.pop_back();
+  CHECK_REFUSED(save_transforms(file.path(), uneven), "2 key and 1 value transforms");
+  ModelTransforms mixed = good;
+  mixed.layers[0].keys[1] = good.layers[1].keys[1];
+  CHECK_REFUSED(save_transforms(file.path(), mixed), "mixes heads");
+  CHECK_FALSE(std::filesystem::exists(file.path()));
+  save_transforms(file.path(), good);
+  const auto message = [&](const std::string& key, const std::string& value, const std::string& left_out = "",
+                           const std::string& swap = "") {
+    const SafetensorsFile read(file.path());
+    SafetensorsWriter writer;
+    for (const auto& [k, v] : read.metadata()) writer.set_metadata(k, v);
+    if (!key.empty()) writer.set_metadata(key, value);
+    for (const std::string& name : read.names())
+      if (name != left_out) writer.add(name, read.tensor(name == swap ? "k.0" : name));
+    const SafetensorsFile broken = SafetensorsFile::from_bytes(writer.bytes());
+    return test::message_of<std::exception>([&] { static_cast<void>(load_transforms(broken)); });
+  };
+  CHECK(message("", "").empty());
+  CHECK(message("format", "wushkv-statistics-1").find("expected 'wushkv-transforms-1'") != std::string::npos);
+  CHECK(message("convention", "diagonal").find("'diagonal', expected 'column' or 'row'") !=
+        std::string::npos);
+  CHECK(message("", "", "v_t.1").find("v_t.1") != std::string::npos);
+  CHECK(message("", "", "", "k_inv.0").find("off by") != std::string::npos);
+  CHECK(message("layers", "3").find("k.2") != std::string::npos);
+}
