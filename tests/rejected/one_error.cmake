@@ -1,0 +1,27 @@
+# Compiles SOURCE, which uses a wrong user type, and expects exactly one error, which names the concept of the same name.
+get_filename_component(concept "${SOURCE}" NAME_WE)
+string(SUBSTRING "${concept}" 0 1 first)
+string(TOUPPER "${first}" first)
+string(SUBSTRING "${concept}" 1 -1 rest)
+set(concept "${first}${rest}")
+set(includes -I "${INCLUDE}")
+foreach(directory ${EIGEN})
+  list(APPEND includes -isystem "${directory}")
+endforeach()
+
+execute_process(COMMAND "${COMPILER}" -std=c++20 -fsyntax-only ${includes} -DWUSHKV_RIGHT_TYPE "${SOURCE}"
+                RESULT_VARIABLE right ERROR_VARIABLE output)
+if(NOT right EQUAL 0)
+  message(FATAL_ERROR "the right type does not compile:\n${output}")
+endif()
+execute_process(COMMAND "${COMPILER}" -std=c++20 -fsyntax-only ${includes} "${SOURCE}" RESULT_VARIABLE wrong
+                ERROR_VARIABLE output)
+string(REGEX MATCHALL "error:[^\n]*" errors "${output}")
+list(LENGTH errors count)
+if(wrong EQUAL 0 OR NOT count EQUAL 1)
+  message(FATAL_ERROR "expected one error, got ${count}:\n${output}")
+endif()
+if(NOT output MATCHES "${concept}")
+  message(FATAL_ERROR "the error does not name ${concept}:\n${output}")
+endif()
+message(STATUS "${errors}")
