@@ -116,10 +116,10 @@ std::string message_of(Call call) {
 }  // namespace test
 
 /// `call` must throw `std::invalid_argument` with `part` in its message.
-#define CHECK_REFUSED(call, part)                                                              \
-  do {                                                                                         \
-    const std::string message = test::message_of([&] { static_cast<void>(call); });            \
-    CHECK_MESSAGE(message.find(part) != std::string::npos, #call " gave '" << message << "'"); \
+#define CHECK_REFUSED(call, part)                                                                        \
+  do {                                                                                                   \
+    const std::string refusal_text = test::message_of([&] { static_cast<void>(call); });                 \
+    CHECK_MESSAGE(refusal_text.find(part) != std::string::npos, #call " gave '" << refusal_text << "'"); \
   } while (false)
 
 #endif  // WUSHKV_TESTS_SUPPORT_HPP

@@ -29,17 +29,17 @@ class TransformBase {
   /// `T x`; `x` one column of `dim()` or a batch `[tokens, dim]`; the result has the same shape.
   template <class X>
   auto forward(const Eigen::MatrixBase<X>& x) const {
-    return returned(x, [this](const X& in, auto& out) { forward_to(in, out); });
+    return returned(x, [this](const X& in, auto& out) { this->forward_to(in, out); });
   }
   /// `T^-1 y`, shapes as for `forward`.
   template <class Y>
   auto inverse(const Eigen::MatrixBase<Y>& y) const {
-    return returned(y, [this](const Y& in, auto& out) { inverse_to(in, out); });
+    return returned(y, [this](const Y& in, auto& out) { this->inverse_to(in, out); });
   }
   /// `T^-T q`, shapes as for `forward`.
   template <class Q>
   auto adjoint_inverse(const Eigen::MatrixBase<Q>& q) const {
-    return returned(q, [this](const Q& in, auto& out) { adjoint_inverse_to(in, out); });
+    return returned(q, [this](const Q& in, auto& out) { this->adjoint_inverse_to(in, out); });
   }
 
   /// The same, written to `y` of the same shape (a column, or rows with unit inner stride), which must not
