@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <string>
 
 #include "wushkv/core/check.hpp"
 #include "wushkv/core/scratch.hpp"
@@ -43,6 +44,9 @@ class Affine : public BitWidth<Bits> {
   /// Throws `std::invalid_argument` for a width outside 1 to 8 or `kappa` outside [0, 1]; 0 switches clipping
   /// off.
   static Affine percentile(double kappa, int bits = Bits) { return Affine(bits, kappa, 1); }
+
+  /// What `decode` depends on besides the bits (`codec/identity.hpp`).
+  static std::string identity() { return "affine/" + std::string(detail::storage_name<Storage>); }
 
   double kappa() const { return kappa_; }
   double range() const { return range_; }

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <limits>
 #include <numbers>
+#include <string>
 
 #include "wushkv/quantize/bits.hpp"
 #include "wushkv/quantize/concept.hpp"
@@ -118,6 +119,9 @@ class LloydMax : public BitWidth<Bits> {
 
   /// Throws `std::invalid_argument` for a width outside 1 to 8.
   explicit LloydMax(int bits = Bits) : BitWidth<Bits>(bits), table_(&lloyd_max_levels(this->bits())) {}
+
+  /// What `decode` depends on besides the bits (`codec/identity.hpp`).
+  static std::string identity() { return "lloyd-max/" + std::string(detail::storage_name<Storage>); }
 
   Params fit(const GroupView<Scalar>& group) const {
     // The outermost level must be finite too, also after the storage type has rounded up.

@@ -4,6 +4,7 @@
 
 #include <bit>
 #include <cstdint>
+#include <string>
 #include <type_traits>
 
 #include "wushkv/quantize/concept.hpp"
@@ -22,6 +23,9 @@ class PassThrough {
                                   std::conditional_t<sizeof(Stored) == 4, std::uint32_t, std::uint64_t>>;
 
   static constexpr int bits() { return 8 * static_cast<int>(sizeof(Stored)); }
+
+  /// What `decode` depends on besides the bits (`codec/identity.hpp`).
+  static std::string identity() { return "pass-through/" + std::string(detail::storage_name<Stored>); }
 
   Params fit(const GroupView<Scalar>&) const { return {}; }
   Code encode(Scalar x, const Params&) const { return std::bit_cast<Code>(detail::store<Stored>(x)); }

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <string>
 
 #include "wushkv/quantize/bits.hpp"
 #include "wushkv/quantize/concept.hpp"
@@ -38,6 +39,9 @@ class Quest : public BitWidth<Bits> {
     if (!(widen > 0 && widen < 1e3))
       detail::invalid_argument("Quest: widen is ", widen, ", expected a positive factor below 1000");
   }
+
+  /// What `decode` depends on besides the bits (`codec/identity.hpp`).
+  static std::string identity() { return "quest/" + std::string(detail::storage_name<Storage>); }
 
   double widen() const { return widen_; }
 

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <concepts>
 #include <limits>
+#include <string_view>
 
 #include "wushkv/core/types.hpp"
 
@@ -16,6 +17,12 @@ concept ParameterStorage = std::same_as<T, double> || std::same_as<T, float> ||
     std::same_as<T, Eigen::half> || std::same_as<T, Eigen::bfloat16>;
 
 namespace detail {
+
+template <ParameterStorage Storage>
+inline constexpr std::string_view storage_name = std::same_as<Storage, double>        ? "double"
+                                                 : std::same_as<Storage, float>       ? "float"
+                                                 : std::same_as<Storage, Eigen::half> ? "half"
+                                                                                      : "bfloat16";
 
 /// The largest finite value of a storage type.
 template <ParameterStorage Storage>
