@@ -28,23 +28,6 @@ inline Index fused_value_row(const AttentionHeads& heads, QkvOrder order, Index 
          (heads.group() + 1) * heads.key_dim;
 }
 
-namespace detail {
-
-template <class T>
-inline constexpr bool is_centered_v = false;
-template <class T>
-inline constexpr bool is_centered_v<Centered<T>> = true;
-
-template <class T>
-const auto& linear_part(const T& transform) {
-  if constexpr (is_centered_v<T>)
-    return transform.linear();
-  else
-    return transform;
-}
-
-}  // namespace detail
-
 /// `W_V <- T_V W_V`: afterwards the projection yields transformed values. `w_v` is the block of one KV head's
 /// rows,
 /// `[value_dim, model]` (a block of a larger weight, `.transpose()` of a `[model, value_dim]` one, either

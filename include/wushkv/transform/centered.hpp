@@ -49,6 +49,23 @@ class Centered : public TransformBase<Centered<T>, typename T::Scalar, transform
   Vector<Scalar> mean_;
 };
 
+namespace detail {
+
+template <class T>
+inline constexpr bool is_centered_v = false;
+template <class T>
+inline constexpr bool is_centered_v<Centered<T>> = true;
+
+template <class T>
+const auto& linear_part(const T& transform) {
+  if constexpr (is_centered_v<T>)
+    return transform.linear();
+  else
+    return transform;
+}
+
+}  // namespace detail
+
 }  // namespace wushkv
 
 #endif  // WUSHKV_TRANSFORM_CENTERED_HPP
