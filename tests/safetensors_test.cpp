@@ -8,18 +8,22 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <iterator>
 #include <limits>
-#include <random>
+#include <map>
 #include <span>
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <utility>
 #include <vector>
+
+#include "support.hpp"
+#include "temporary_file.hpp"
 
 #if defined(__unix__)
 #include <sys/resource.h>
@@ -29,6 +33,8 @@
 
 namespace {
 
+using test::message_of;
+using test::Random;
 using wushkv::Batch;
 using wushkv::DType;
 using wushkv::Dynamic;
@@ -43,6 +49,12 @@ using wushkv::Vector;
 
 using Bytes = std::vector<std::byte>;
 
+// A view of a temporary vector would dangle.
+static_assert(!std::is_constructible_v<SafetensorsView, Bytes>);
+static_assert(std::is_constructible_v<SafetensorsView, Bytes&>);
+static_assert(std::is_constructible_v<SafetensorsView, const Bytes&>);
+static_assert(std::is_constructible_v<SafetensorsView, std::span<const std::byte>>);
+
 /// A file put together by hand: length, header as it is, `data_size` bytes of data.
 Bytes raw_file(std::string_view header, std::size_t data_size) {
   const std::uint64_t length = header.size();
@@ -50,17 +62,6 @@ Bytes raw_file(std::string_view header, std::size_t data_size) {
   std::memcpy(out.data(), &length, sizeof length);
   if (!header.empty()) std::memcpy(out.data() + sizeof length, header.data(), header.size());
   return out;
-}
-
-/// The message of the error that `function` throws; empty if it throws none.
-template <class Error, class Function>
-std::string message_of(const Function& function) {
-  try {
-    function();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return {};
 }
 
 std::string refusal(const Bytes& file) {
@@ -80,27 +81,10 @@ void check_message(const std::string& message, std::string_view part) {
 
 Bytes copy_of(std::span<const std::byte> bytes) { return {bytes.begin(), bytes.end()}; }
 
-/// A directory of this test's own, removed at the end.
-class TemporaryDirectory {
- public:
-  TemporaryDirectory() {
-    std::random_device device;
-    path_ = std::filesystem::temp_directory_path() /
-            ("wushkv-safetensors-" + std::to_string(device()) + "-" + std::to_string(device()));
-    std::filesystem::create_directory(path_);
-  }
-  ~TemporaryDirectory() { std::filesystem::remove_all(path_); }
-  TemporaryDirectory(const TemporaryDirectory&) = delete;
-  TemporaryDirectory& operator=(const TemporaryDirectory&) = delete;
-
-  std::filesystem::path operator/(const char* name) const { return path_ / name; }
-  std::ptrdiff_t entries() const {
-    return std::distance(std::filesystem::directory_iterator(path_), std::filesystem::directory_iterator());
-  }
-
- private:
-  std::filesystem::path path_;
-};
+/// The number of files and directories in `directory`.
+std::ptrdiff_t entries(const std::filesystem::path& directory) {
+  return std::distance(std::filesystem::directory_iterator(directory), std::filesystem::directory_iterator());
+}
 
 /// Two tensors, metadata and padding: small enough to be cut at every byte.
 Bytes sample_file() {
@@ -112,16 +96,7 @@ Bytes sample_file() {
   return writer.bytes();
 }
 
-/// Draws from `range` without a distribution, whose results differ between standard libraries.
-class Random {
- public:
-  explicit Random(std::uint64_t seed) : engine_(seed) {}
-  std::uint64_t below(std::uint64_t range) { return engine_() % range; }
-  std::byte byte() { return static_cast<std::byte>(below(256)); }
-
- private:
-  std::mt19937_64 engine_;
-};
+std::byte random_byte(Random& random) { return static_cast<std::byte>(random.integer(0, 255)); }
 
 template <class T>
 std::vector<T> some_values(std::size_t count) {
@@ -204,6 +179,46 @@ TEST_CASE("safetensors: Eigen expressions are written in row-major order, whatev
                                                  "row", "transposed"});
   CHECK(view.contains("block"));
   CHECK_FALSE(view.contains("blocks"));
+}
+
+TEST_CASE("safetensors: a tensor of tokens and heads is read with its heads side by side") {
+  constexpr Index tokens = 3, heads = 2, dim = 4;
+  const std::vector<float> values = some_values<float>(static_cast<std::size_t>(tokens * heads * dim));
+  SafetensorsWriter writer;
+  writer.add("keys", TensorShape{tokens, heads, dim}, values);
+  writer.add("flat", TensorShape{tokens, heads * dim}, values);
+  writer.add("deep", TensorShape{tokens, 1, heads, 2, 2}, values);
+  writer.add("vector", TensorShape{tokens * heads * dim}, values);
+  writer.add("scalar", TensorShape{}, std::array<float, 1>{1});
+  writer.add("no tokens", TensorShape{0, heads, dim}, std::vector<float>{});
+  writer.add("no heads", TensorShape{tokens, 0, dim}, std::vector<float>{});
+  writer.add("fraction", TensorShape{1, 1}, std::array<float, 1>{0.5F});
+  const Bytes bytes = writer.bytes();
+  const SafetensorsView view(bytes);
+
+  const Batch<double> keys = view.token_matrix<double>("keys");
+  REQUIRE(keys.rows() == tokens);
+  REQUIRE(keys.cols() == heads * dim);
+  for (Index token = 0; token < tokens; ++token)
+    for (Index head = 0; head < heads; ++head)
+      for (Index i = 0; i < dim; ++i) {
+        const Index at = (token * heads + head) * dim + i;
+        CHECK(keys(token, head * dim + i) == static_cast<double>(values[static_cast<std::size_t>(at)]));
+      }
+  CHECK(test::identical(view.token_matrix<float>("flat"), keys));
+  CHECK(test::identical(view.token_matrix<int>("deep"), keys));
+  CHECK(view.token_matrix<float>("no tokens").rows() == 0);
+  CHECK(view.token_matrix<float>("no tokens").cols() == heads * dim);
+  CHECK(view.token_matrix<float>("no heads").rows() == tokens);
+  CHECK(view.token_matrix<float>("no heads").cols() == 0);
+
+  const auto refused = [&](std::string_view name) {
+    return message_of<FileError>([&] { static_cast<void>(view.token_matrix<int>(name)); });
+  };
+  check_message(refused("vector"), "tensor \"vector\": shape is [24], expected at least 2 dimensions");
+  check_message(refused("scalar"), "tensor \"scalar\": shape is [], expected at least 2 dimensions");
+  check_message(refused("fraction"), "tensor \"fraction\": element 0 is 0.5");
+  check_message(refused("values"), "there is no tensor \"values\"");
 }
 
 TEST_CASE("safetensors: metadata and names keep escapes and Unicode") {
@@ -437,13 +452,16 @@ TEST_CASE("safetensors: random byte flips are refused or read, and never anythin
   const Bytes original = sample_file();
   std::uint64_t header_size = 0;
   std::memcpy(&header_size, original.data(), sizeof header_size);
+  const auto file_end = static_cast<Index>(original.size());
+  const auto header_end = static_cast<Index>(8 + header_size);
   int refused = 0;
   for (int trial = 0; trial < 20000; ++trial) {
     Bytes file = original;
-    const std::uint64_t flips = 1 + random.below(3);
     // Mostly in the header, where it matters.
-    for (std::uint64_t i = 0; i < flips; ++i)
-      file[random.below(random.below(8) == 0 ? file.size() : 8 + header_size)] = random.byte();
+    for (Index flips = random.integer(1, 3); flips > 0; --flips) {
+      const Index end = random.integer(0, 7) == 0 ? file_end : header_end;
+      file[static_cast<std::size_t>(random.integer(0, end - 1))] = random_byte(random);
+    }
     try {
       static_cast<void>(read_everything(SafetensorsView(file)));
     } catch (const FileError&) {
@@ -457,12 +475,11 @@ TEST_CASE("safetensors: random byte flips are refused or read, and never anythin
 /// A name or a text of up to 12 characters, from all lengths of UTF-8.
 std::string random_text(Random& random) {
   std::string text;
-  const std::uint64_t length = random.below(13);
-  for (std::uint64_t i = 0; i < length; ++i) {
-    constexpr std::array<std::uint64_t, 5> from{0, 0x80, 0x800, 0xE000, 0x10000};  // no surrogates
-    constexpr std::array<std::uint64_t, 5> to{0x80, 0x800, 0xD800, 0x10000, 0x110000};
-    const std::uint64_t kind = random.below(5);
-    const std::uint64_t code = from[kind] + random.below(to[kind] - from[kind]);
+  for (Index length = random.integer(0, 12); length > 0; --length) {
+    constexpr std::array<Index, 5> from{0, 0x80, 0x800, 0xE000, 0x10000};  // no surrogates
+    constexpr std::array<Index, 5> last{0x7F, 0x7FF, 0xD7FF, 0xFFFF, 0x10FFFF};
+    const auto kind = static_cast<std::size_t>(random.integer(0, 4));
+    const Index code = random.integer(from[kind], last[kind]);
     wushkv::detail::safetensors::append_utf8(text, static_cast<std::uint32_t>(code));
   }
   return text;
@@ -475,11 +492,12 @@ struct RandomTensor {
 };
 
 RandomTensor random_tensor(Random& random) {
-  std::vector<Index> dims(random.below(5));
-  for (Index& dim : dims) dim = static_cast<Index>(random.below(5));
-  RandomTensor tensor{static_cast<DType>(random.below(6)), TensorShape(dims), {}};
+  using enum DType;
+  std::vector<Index> dims(static_cast<std::size_t>(random.integer(0, 4)));
+  for (Index& dim : dims) dim = random.integer(0, 4);
+  RandomTensor tensor{random.pick({F64, F32, F16, BF16, U8, I64}), TensorShape(dims), {}};
   tensor.bytes.resize(static_cast<std::size_t>(tensor.shape.size() * wushkv::dtype_size(tensor.dtype)));
-  for (std::byte& byte : tensor.bytes) byte = random.byte();
+  for (std::byte& byte : tensor.bytes) byte = random_byte(random);
   return tensor;
 }
 
@@ -489,13 +507,13 @@ TEST_CASE("safetensors: random files come back byte for byte, aligned, and are w
     std::map<std::string, RandomTensor> tensors;
     wushkv::TensorMetadata metadata;
     SafetensorsWriter writer;
-    for (std::uint64_t i = random.below(6); i > 0; --i) {
+    for (Index i = random.integer(0, 5); i > 0; --i) {
       const std::string name = random_text(random);
       if (name.empty() || tensors.contains(name)) continue;
       const RandomTensor& tensor = tensors[name] = random_tensor(random);
       writer.add(name, TensorView(tensor.dtype, tensor.shape, tensor.bytes));
     }
-    for (std::uint64_t i = random.below(4); i > 0; --i) {
+    for (Index i = random.integer(0, 3); i > 0; --i) {
       const std::string key = random_text(random);
       const std::string value = random_text(random);
       metadata.insert_or_assign(key, value);
@@ -518,10 +536,9 @@ TEST_CASE("safetensors: random files come back byte for byte, aligned, and are w
 }
 
 TEST_CASE("safetensors: conversions are exact or rounded to the nearest") {
-  const double infinity = std::numeric_limits<double>::infinity();
-  const double not_a_number = std::numeric_limits<double>::quiet_NaN();
+  using test::infinity;
   SafetensorsWriter writer;
-  writer.add("double", TensorShape{5}, std::vector<double>{0.1, -2.5, infinity, -infinity, not_a_number});
+  writer.add("double", TensorShape{5}, std::vector<double>{0.1, -2.5, infinity, -infinity, test::nan});
   writer.add("half", TensorShape{3},
              std::vector{Eigen::half(0.5F), Eigen::half(-65504.0F), Eigen::half(6e-8F)});
   writer.add("bfloat16", TensorShape{2}, std::vector{Eigen::bfloat16(3.140625F), Eigen::bfloat16(1e30F)});
@@ -625,14 +642,15 @@ TEST_CASE("safetensors: what a caller asks for and the file does not have is nam
 }
 
 TEST_CASE("safetensors: files are saved, read, moved, and their errors name the path") {
-  const TemporaryDirectory directory;
-  const std::filesystem::path path = directory / "a b.safetensors";
+  const test::TemporaryFile temporary("a b.safetensors");
+  const std::filesystem::path& path = temporary.path();
+  const std::filesystem::path directory = path.parent_path();
   SafetensorsWriter writer;
   writer.add("x", TensorShape{2}, std::vector<float>{1, 2});
   writer.save(path);
   writer.add("y", TensorShape{}, std::vector<std::uint8_t>{9});
   writer.save(path);
-  CHECK(directory.entries() == 1);
+  CHECK(entries(directory) == 1);
 
   SafetensorsFile file(path);
   const TensorView before = file.tensor("x");
@@ -658,7 +676,9 @@ TEST_CASE("safetensors: files are saved, read, moved, and their errors name the 
 }
 
 TEST_CASE("safetensors: a save that fails leaves the old file and nothing else") {
-  const TemporaryDirectory directory;
+  const test::TemporaryFile temporary("old");
+  const std::filesystem::path& old = temporary.path();
+  const std::filesystem::path directory = old.parent_path();
   SafetensorsWriter writer;
   writer.add("x", TensorShape{2}, std::vector<float>{1, 2});
   const auto save = [&](const std::filesystem::path& p) {
@@ -667,13 +687,13 @@ TEST_CASE("safetensors: a save that fails leaves the old file and nothing else")
   check_message(save(directory / "no" / "such" / "directory"), "a temporary file beside it cannot be made");
   std::filesystem::create_directory(directory / "taken");
   check_message(save(directory / "taken"), "cannot be written: ");
-  CHECK(directory.entries() == 1);
+  CHECK(entries(directory) == 1);
 
   std::ofstream(directory / "old.tmp0") << "another writer's";
-  CHECK(save(directory / "old").empty());
-  CHECK(SafetensorsFile(directory / "old").names().size() == 1);
+  CHECK(save(old).empty());
+  CHECK(SafetensorsFile(old).names().size() == 1);
   CHECK(std::filesystem::file_size(directory / "old.tmp0") == 16);
-  CHECK(directory.entries() == 3);
+  CHECK(entries(directory) == 3);
 
 #if defined(__unix__)
   writer.add("more", TensorShape{1 << 16}, std::vector<float>(1 << 16));
@@ -682,12 +702,12 @@ TEST_CASE("safetensors: a save that fails leaves the old file and nothing else")
   const rlimit low{1024, limit.rlim_max};
   const auto handler = std::signal(SIGXFSZ, SIG_IGN);
   REQUIRE(setrlimit(RLIMIT_FSIZE, &low) == 0);
-  const std::string message = save(directory / "old");
+  const std::string message = save(old);
   REQUIRE(setrlimit(RLIMIT_FSIZE, &limit) == 0);
   std::signal(SIGXFSZ, handler);
   check_message(message, "cannot be written: ");
-  CHECK(SafetensorsFile(directory / "old").names().size() == 1);
-  CHECK(directory.entries() == 3);
+  CHECK(SafetensorsFile(old).names().size() == 1);
+  CHECK(entries(directory) == 3);
 #endif
 }
 
@@ -745,22 +765,8 @@ TEST_CASE("safetensors: larger elements come first, so that all are aligned") {
   CHECK(file.values<Eigen::half>("2")[0] == Eigen::half(2.0F));
 }
 
-std::filesystem::path shared_directory() {
-  if (const char* directory = std::getenv("WUSHKV_SHARED")) return directory;
-#ifdef WUSHKV_SHARED_DIR
-  return WUSHKV_SHARED_DIR;
-#else
-  return {};
-#endif
-}
-
 TEST_CASE("safetensors: the reference data of the quantizers can be read") {
-  const std::filesystem::path path = shared_directory() / "reference" / "quantizers.safetensors";
-  if (!std::filesystem::exists(path)) {
-    MESSAGE("skipped: set WUSHKV_SHARED to the directory that has reference/quantizers.safetensors");
-    return;
-  }
-  const SafetensorsFile file(path);
+  const SafetensorsFile file(test::data("quantizers.safetensors"));
   const Batch<double> x = file.matrix<double>("x64", {24, 64});
   CHECK((x.row(1).array() == 3.5).all());
   CHECK(file.names().size() > 100);
