@@ -36,6 +36,16 @@ TEST_CASE_TEMPLATE("Orthogonal has a transform's properties", Scalar, float, dou
   test::check_transform(Orthogonal<Scalar, 96>(rotation(random, 96)), random);
 }
 
+TEST_CASE("large dimensions can be fixed too") {
+  test::Random random(9);
+  const SquareMatrix<double> t = invertible(random, 192), r = rotation(random, 256);
+  const Vector<float> x = random.vector<float>(192), y = random.vector<float>(256);
+  CHECK(test::relative_difference(Dense<float, 192>(t).forward(x), t * x.cast<double>()) < 1e-5);
+  CHECK(test::relative_difference(
+            Dense<double, 192>(t).inverse(Dense<double, 192>(t).forward(x.cast<double>())), x) < 1e-10);
+  CHECK(test::relative_difference(Orthogonal<float, 256>(r).forward(y), r * y.cast<double>()) < 1e-5);
+}
+
 TEST_CASE("Dense keeps T and its inverse as computed in double") {
   test::Random random(6);
   const SquareMatrix<double> t = invertible(random, 48);

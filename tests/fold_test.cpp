@@ -132,6 +132,16 @@ TEST_CASE("fused QKV rows: only the values' change") {
     CHECK(test::identical(grouped.middleRows(44 * h + 24, 8), rest.middleRows(48 + 8 * h, 8)));
     CHECK(test::identical(grouped.middleRows(44 * h + 32, 12), expected.w_v.middleRows(12 * h, 12)));
   }
+  // Biases of a fused projection, head by head, and of a centered transform's output.
+  Vector<double> b_qkv(88);
+  b_qkv << Vector<double>::Zero(64), plain.b_v;
+  for (Index h = 0; h < 2; ++h)
+    fold_value_bias(transforms[static_cast<std::size_t>(h)],
+                    b_qkv.segment(fused_value_row(heads, QkvOrder::Concatenated, h), 12));
+  Module with_bias = plain;
+  fold_values(transforms, heads, with_bias.w_v, with_bias.w_o, with_bias.b_v, with_bias.b_o);
+  CHECK(test::identical(b_qkv.tail(24), with_bias.b_v));
+  CHECK(b_qkv.head(64).isZero(0));
   CHECK_REFUSED(fused_value_row(heads, QkvOrder::Grouped, 2), "KV head 2");
 }
 
@@ -150,6 +160,18 @@ TEST_CASE("bad input is refused and changes nothing") {
   CHECK_REFUSED(fold_values(transforms, heads, m.w_v, m.w_o, m.b_v, m.b_v.head(5)), "b_o is 5 x 1");
   CHECK(test::identical(m.w_v, plain.w_v));
   CHECK(test::identical(m.w_o, plain.w_o));
+  // A fold that overflows at the last head leaves the first alone.
+  const std::vector<Dense<float>> narrow(2, Dense<float>(SquareMatrix<double>::Identity(12, 12)));
+  Module huge = plain;
+  huge.w_v(23, 0) = 1e300;
+  const Batch<double> before = huge.w_v;
+  CHECK_REFUSED(fold_values(narrow, heads, huge.w_v, huge.w_o), "not finite");
+  CHECK(test::identical(huge.w_v, before));
+  Batch<Eigen::half> half_v = plain.w_v.cast<Eigen::half>(), half_o = plain.w_o.cast<Eigen::half>();
+  const Batch<Eigen::half> half_before = half_v;
+  const std::vector<Dense<float>> large(2, Dense<float>(1e5 * SquareMatrix<double>::Identity(12, 12)));
+  CHECK_REFUSED(fold_values(large, heads, half_v, half_o), "overflows when folded");
+  CHECK(test::identical(half_v, half_before));
   m.w_o(71, 23) = test::nan;
   CHECK_REFUSED(fold_values(transforms, heads, m.w_v, m.w_o), "w_o has a value that is not finite");
   CHECK(test::identical(m.w_v, plain.w_v));

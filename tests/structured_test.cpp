@@ -100,6 +100,39 @@ TEST_CASE("BlockDiagonal takes a user's transform that has no forward_to") {
   CHECK(test::identical(transform.adjoint_inverse(q), 2 * q));
 }
 
+namespace {
+
+// Says it has four coordinates, returns three.
+struct Liar : Halving {
+  Vector<double> forward(const Vector<double>& x) const { return x.head(3); }
+  Batch<double> forward(const Batch<double>& x) const { return x.leftCols(3); }
+};
+
+}  // namespace
+
+TEST_CASE("a user's transform that returns another shape is caught") {
+  test::Random random(18);
+  const Liar liar{{4}};
+  Vector<double> token = random.vector(4), out(4);
+  Batch<double> batch = random.batch(2, 4), rows(2, 4);
+  CHECK_REFUSED(forward_to(liar, token, out), "is 3 x 1, expected 4 x 1");
+  CHECK_REFUSED(forward_to(liar, batch, rows), "is 2 x 3, expected 2 x 4");
+  CHECK_REFUSED(forward_to(liar, batch, out), "expected 2 x 4");
+}
+
+TEST_CASE("overlapping rows are refused, neighbouring slices of one buffer are not") {
+  Batch<double> wide = Batch<double>::Ones(5, 40);
+  const Identity<double> transform(8);
+  for (const Index shift : {0, 1, 7})
+    CHECK_REFUSED(transform.forward_to(wide.middleCols(10, 8), wide.middleCols(10 + shift, 8)), "overlaps");
+  CHECK_REFUSED(transform.forward_to(wide.middleCols(10, 8), wide.middleCols(5, 8)), "overlaps");
+  transform.forward_to(wide.leftCols(8), wide.middleCols(8, 8));
+  transform.forward_to(wide.rightCols(8), wide.leftCols(8));
+  Vector<double> line = Vector<double>::Ones(20);
+  CHECK_REFUSED(transform.forward_to(line.head(8), line.segment(3, 8)), "overlaps");
+  transform.forward_to(line.head(8), line.segment(8, 8));
+}
+
 TEST_CASE_TEMPLATE("Kronecker is the Kronecker product of its factors", Scalar, float, double) {
   test::Random random(14);
   for (const auto& [rows, cols] : {std::pair<Index, Index>{8, 8}, {8, 16}, {3, 20}, {1, 6}}) {

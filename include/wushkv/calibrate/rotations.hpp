@@ -13,9 +13,8 @@
 #include <vector>
 
 #include "wushkv/calibrate/linear_algebra.hpp"
-#include "wushkv/transform/block_diagonal.hpp"
 #include "wushkv/transform/composed.hpp"
-#include "wushkv/transform/hadamard.hpp"
+#include "wushkv/transform/group_hadamard.hpp"
 #include "wushkv/transform/orthogonal.hpp"
 #include "wushkv/transform/permutation.hpp"
 
@@ -36,21 +35,20 @@ SquareMatrix<double> oscar_matrix(const Eigen::MatrixBase<Sigma>& sigma) {
   const int bits = std::countr_zero(static_cast<std::uint64_t>(d));
   SquareMatrix<double> t(d, d);
   for (Index i = 0; i < d; ++i) {
-    Index reversed = 0;
-    for (int b = 0; b < bits; ++b) reversed |= ((i >> b) & 1) << (bits - 1 - b);
-    t.row(reversed) = mixed.col(d - 1 - i).transpose();
+    t.row(detail::reversed_bits(i, bits)) = mixed.col(d - 1 - i).transpose();
   }
   return t;
 }
 
+/// The same as a transform; errors as for `oscar_matrix`.
 template <class Scalar, int Dim = Dynamic, class Sigma>
 Orthogonal<Scalar, Dim> oscar(const Eigen::MatrixBase<Sigma>& sigma) {
   return Orthogonal<Scalar, Dim>(oscar_matrix(sigma));
 }
 
 /// A rotation drawn uniformly: `Q` of the QR decomposition of a Gaussian matrix, its columns' signs fixed by
-/// `R`'s diagonal (design.md, *TurboQuant-style*). The same seed gives the same matrix wherever doubles are
-/// IEEE.
+/// `R`'s diagonal (design.md, *TurboQuant-style*). The same seed gives the same matrix, to
+/// rounding, with every compiler and library.
 inline SquareMatrix<double> random_rotation_matrix(Index dim, std::uint64_t seed) {
   if (dim < 1) detail::invalid_argument("random_rotation: dim is ", dim, ", expected at least 1");
   std::mt19937_64 generator(seed);
@@ -68,6 +66,7 @@ inline SquareMatrix<double> random_rotation_matrix(Index dim, std::uint64_t seed
   return q;
 }
 
+/// The same as a transform; throws `std::invalid_argument` for a `dim` below 1.
 template <class Scalar, int Dim = Dynamic>
 Orthogonal<Scalar, Dim> random_rotation(Index dim, std::uint64_t seed) {
   return Orthogonal<Scalar, Dim>(random_rotation_matrix(dim, seed));
@@ -81,21 +80,10 @@ SquareMatrix<double> pca_matrix(const Eigen::MatrixBase<Gram>& gram) {
   return detail::spectrum("pca: gram M", m).vectors.rowwise().reverse().transpose();
 }
 
+/// The same as a transform; errors as for `pca_matrix`.
 template <class Scalar, int Dim = Dynamic, class Gram>
 Orthogonal<Scalar, Dim> pca(const Eigen::MatrixBase<Gram>& gram) {
   return Orthogonal<Scalar, Dim>(pca_matrix(gram));
-}
-
-/// The Hadamard transform of each group of `group_size` coordinates.
-template <class Scalar>
-using GroupHadamard = BlockDiagonal<Hadamard<Scalar>>;
-
-template <class Scalar>
-GroupHadamard<Scalar> group_hadamard(Index dim, Index group_size) {
-  if (group_size < 1 || dim < 1 || dim % group_size != 0)
-    detail::invalid_argument("group_hadamard: group_size is ", group_size,
-                             ", expected a divisor of the head dimension ", dim);
-  return GroupHadamard<Scalar>(Hadamard<Scalar>(group_size), dim / group_size);
 }
 
 /// RotateKV-style: channels sorted by root mean square (from `M`'s diagonal, descending, equals in order), so

@@ -4,6 +4,8 @@
 
 #include <bit>
 #include <cstdint>
+#include <limits>
+#include <string_view>
 #include <type_traits>
 
 #include "wushkv/core/error.hpp"
@@ -29,10 +31,23 @@ template <class Scalar>
 requires std::is_same_v<Scalar, Eigen::half> || std::is_same_v<Scalar, Eigen::bfloat16>
 bool is_finite(Scalar value) { return is_finite(static_cast<float>(value)); }
 
-/// True unless some of the `count` values is an infinity or a NaN.
+/// True unless some of the `count` values is an infinity or a NaN. One pass of integer operations that
+/// compilers vectorize: adding one to the exponent carries into the sign bit just where the exponent is all
+/// ones.
+template <class Scalar>
+requires std::is_same_v<Scalar, float> || std::is_same_v<Scalar, double>
+bool all_finite(const Scalar* values, Index count) {
+  using Bits = std::conditional_t<sizeof(Scalar) == 4, std::uint32_t, std::uint64_t>;
+  constexpr Bits magnitude = ~Bits{0} >> 1;
+  constexpr Bits one = Bits{1} << (std::numeric_limits<Scalar>::digits - 1);
+  Bits carried = 0;
+  for (Index i = 0; i < count; ++i) carried |= (std::bit_cast<Bits>(values[i]) & magnitude) + one;
+  return (carried & ~magnitude) == 0;
+}
+
 template <class Scalar>
 bool all_finite(const Scalar* values, Index count) {
-  bool finite = true;  // no early exit: the loop has to vectorize, and bad values are rare
+  bool finite = true;
   for (Index i = 0; i < count; ++i) finite &= is_finite(values[i]);
   return finite;
 }
@@ -60,10 +75,15 @@ void check_finite(std::string_view name, const Eigen::DenseBase<Derived>& x) {
     invalid_argument(name, " has a value that is not finite (", x.rows(), " x ", x.cols(), ")");
 }
 
+inline void check_sizes(std::string_view name, Index rows, Index cols, Index expected_rows,
+                        Index expected_cols) {
+  if (rows != expected_rows || cols != expected_cols) [[unlikely]]
+    invalid_argument(name, " is ", rows, " x ", cols, ", expected ", expected_rows, " x ", expected_cols);
+}
+
 template <class Derived>
 void check_shape(std::string_view name, const Eigen::DenseBase<Derived>& x, Index rows, Index cols) {
-  if (x.rows() != rows || x.cols() != cols) [[unlikely]]
-    invalid_argument(name, " is ", x.rows(), " x ", x.cols(), ", expected ", rows, " x ", cols);
+  check_sizes(name, x.rows(), x.cols(), rows, cols);
 }
 
 template <class Derived>

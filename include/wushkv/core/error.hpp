@@ -66,13 +66,15 @@ inline void append_to(std::string& out, std::string_view text) { out.append(text
 inline void append_to(std::string& out, const char* text) { out.append(text); }
 inline void append_to(std::string& out, const std::string& text) { out.append(text); }
 
+inline void append_to(std::string& out, char c) { out.push_back(c); }
+
 template <class Number>
 requires std::is_arithmetic_v<Number>
 void append_to(std::string& out, Number value) {
   char buffer[40];
   std::to_chars_result end{};
   if constexpr (std::integral<Number>)
-    end = std::to_chars(buffer, buffer + sizeof buffer, static_cast<long long>(value));
+    end = std::to_chars(buffer, buffer + sizeof buffer, +value);  // + takes a bool or a byte for a number
   else
     end = std::to_chars(buffer, buffer + sizeof buffer, static_cast<double>(value),
                         std::chars_format::general, 9);

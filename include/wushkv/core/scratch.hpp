@@ -16,7 +16,7 @@ class Scratch {
  public:
   explicit Scratch(Index size) {
     if (static_cast<std::size_t>(size) > Inline)
-      heap_ = std::make_unique<Value[]>(static_cast<std::size_t>(size));
+      heap_ = std::make_unique_for_overwrite<Value[]>(static_cast<std::size_t>(size));
   }
   Value* data() { return heap_ ? heap_.get() : inline_; }
 

@@ -4,12 +4,17 @@
 
 #include <Eigen/Core>
 
+#if defined(_MSVC_LANG) ? _MSVC_LANG < 202002L : __cplusplus < 202002L
+#error "wushkv needs C++20"
+#endif
+#if !EIGEN_VERSION_AT_LEAST(3, 4, 0)
+#error "wushkv needs Eigen 3.4 or later"
+#endif
+
 namespace wushkv {
 
+using Eigen::Dynamic;
 using Eigen::Index;
-
-/// Marks a size that is known only at run time, as in Eigen.
-inline constexpr int Dynamic = Eigen::Dynamic;
 
 /// One token's vector for one head: a column.
 template <class Scalar, int Dim = Dynamic>
@@ -19,9 +24,9 @@ using Vector = Eigen::Matrix<Scalar, Dim, 1>;
 template <class Scalar, int Dim = Dynamic>
 using Batch = Eigen::Matrix<Scalar, Eigen::Dynamic, Dim, Eigen::RowMajor>;
 
-/// A square matrix that acts on one head's vectors (column-major, Eigen's default).
+/// A square matrix that acts on one head's vectors. Column-major whatever an including project's default is.
 template <class Scalar, int Dim = Dynamic>
-using SquareMatrix = Eigen::Matrix<Scalar, Dim, Dim>;
+using SquareMatrix = Eigen::Matrix<Scalar, Dim, Dim, Eigen::ColMajor>;
 
 /// Read-only and writable views of a batch: any distance between rows, so a slice of a wide QKV buffer needs
 /// no copy.

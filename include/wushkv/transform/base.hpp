@@ -2,6 +2,9 @@
 #ifndef WUSHKV_TRANSFORM_BASE_HPP
 #define WUSHKV_TRANSFORM_BASE_HPP
 
+#include <cstdint>
+#include <type_traits>
+
 #include "wushkv/core/check.hpp"
 #include "wushkv/core/types.hpp"
 #include "wushkv/transform/concept.hpp"
@@ -84,32 +87,39 @@ class TransformBase {
     const Index dim = derived().dim();
     if constexpr (is_token_v<X>) {
       detail::check_shape("transform: x", x, dim, 1);
-      detail::check_shape("transform: y", y, dim, 1);
+      detail::check_sizes("transform: y", y.rows(), y.cols(), dim, 1);  // y holds nothing yet
       const Eigen::Ref<const Vector<Scalar, Dim>> in(x);
       Eigen::Ref<Vector<Scalar, Dim>> out(y);
-      check_apart(in.data(), out.data());
-      detail::check_finite("transform: x", in);
-      using ConstRow = Eigen::Map<const Batch<Scalar, Dim>, 0, Eigen::OuterStride<>>;
-      using Row = Eigen::Map<Batch<Scalar, Dim>, 0, Eigen::OuterStride<>>;
-      kernel(In(ConstRow(in.data(), 1, dim, Eigen::OuterStride<>(dim))),
-             Out(Row(out.data(), 1, dim, Eigen::OuterStride<>(dim))));
+      const Eigen::Map<const Batch<Scalar, Dim>> in_row(in.data(), 1, dim);
+      Eigen::Map<Batch<Scalar, Dim>> out_row(out.data(), 1, dim);
+      run(In(in_row), Out(out_row), kernel);
     } else {
       detail::check_shape("transform: x", x, x.rows(), dim);
-      detail::check_shape("transform: y", y, x.rows(), dim);
+      detail::check_sizes("transform: y", y.rows(), y.cols(), x.rows(), dim);
       const In in(x);
       Out out(y);
-      if (in.rows() == 0) return;
-      check_apart(in.data(), out.data());
-      detail::check_finite("transform: x", in);
-      kernel(in, out);
+      if (in.rows() > 0) run(in, out, kernel);
     }
   }
 
-  // The kernels read x after they begin to write y. Interleaved slices of one buffer are fine, the same place
-  // is not.
-  static void check_apart(const Scalar* x, const Scalar* y) {
-    if (x == y) [[unlikely]]
-      detail::invalid_argument("transform: y is where x is, expected a place of its own");
+  template <class Kernel>
+  static void run(const In& x, Out y, Kernel kernel) {
+    check_apart(x, y);
+    detail::check_finite("transform: x", x);
+    kernel(x, y);
+  }
+
+  // The kernels read x after they begin to write y. Slices of one wide buffer side by side are fine.
+  static void check_apart(const In& x, const Out& y) {
+    const auto from = reinterpret_cast<std::uintptr_t>(x.data()),
+               to = reinterpret_cast<std::uintptr_t>(y.data());
+    const auto apart = static_cast<Index>((from > to ? from - to : to - from) / sizeof(Scalar));
+    const Index pitch = x.outerStride(), rows = x.rows(), dim = x.cols();
+    const bool same_pitch = rows == 1 || pitch == y.outerStride();
+    if (!same_pitch || apart >= (rows - 1) * pitch + dim) return;
+    const Index shift = rows == 1 ? apart : apart % pitch;
+    if (shift < dim || (rows > 1 && pitch - shift < dim)) [[unlikely]]
+      detail::invalid_argument("transform: y overlaps x, expected a place of its own");
   }
 };
 

@@ -57,6 +57,9 @@ class BlockDiagonal : public TransformBase<BlockDiagonal<Block, Dim>, typename B
   std::vector<Block> blocks_;
 };
 
+template <class Block, int Dim>
+inline constexpr bool is_linear_v<BlockDiagonal<Block, Dim>> = is_linear_v<Block>;
+
 }  // namespace wushkv
 
 #endif  // WUSHKV_TRANSFORM_BLOCK_DIAGONAL_HPP

@@ -66,6 +66,9 @@ const auto& linear_part(const T& transform) {
 
 }  // namespace detail
 
+template <class T>
+inline constexpr bool is_linear_v<Centered<T>> = false;
+
 }  // namespace wushkv
 
 #endif  // WUSHKV_TRANSFORM_CENTERED_HPP

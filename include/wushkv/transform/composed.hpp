@@ -65,6 +65,9 @@ class Composed
   B inner_;
 };
 
+template <class A, class B>
+inline constexpr bool is_linear_v<Composed<A, B>> = is_linear_v<A>&& is_linear_v<B>;
+
 }  // namespace wushkv
 
 #endif  // WUSHKV_TRANSFORM_COMPOSED_HPP

@@ -17,8 +17,8 @@ struct MatrixPair {
 };
 
 /// The inverse of `matrix` (`[dim, dim]`) in double beside the matrix itself. Throws `std::invalid_argument`
-/// if it is not square, not finite, or so near singular that not even half of a double's digits would
-/// survive.
+/// if it is not square, not finite, or so near singular that fewer than four digits of the inverse would be
+/// right.
 template <class Matrix>
 MatrixPair inverted(const Eigen::MatrixBase<Matrix>& matrix) {
   detail::check_square("Dense: matrix", matrix);
@@ -66,8 +66,8 @@ class Dense : public TransformBase<Dense<Scalar, Dim>, Scalar, Dim> {
   }
 
   Index dim() const { return matrix_.rows(); }
-  const SquareMatrix<Scalar, Dim>& matrix() const { return matrix_; }
-  const SquareMatrix<Scalar, Dim>& inverse_matrix() const { return inverse_; }
+  const SquareMatrix<Scalar>& matrix() const { return matrix_; }
+  const SquareMatrix<Scalar>& inverse_matrix() const { return inverse_; }
   /// The same transform in another scalar, or with the dimension fixed or left to run time.
   template <class Other, int OtherDim = Dim>
   Dense<Other, OtherDim> cast() const {
@@ -87,7 +87,7 @@ class Dense : public TransformBase<Dense<Scalar, Dim>, Scalar, Dim> {
   }
 
  private:
-  SquareMatrix<Scalar, Dim> matrix_, inverse_;
+  SquareMatrix<Scalar> matrix_, inverse_;  // on the heap even where Dim is fixed: 256 x 256 is no member
 };
 
 }  // namespace wushkv

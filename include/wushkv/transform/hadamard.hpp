@@ -2,6 +2,7 @@
 #ifndef WUSHKV_TRANSFORM_HADAMARD_HPP
 #define WUSHKV_TRANSFORM_HADAMARD_HPP
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstdint>
@@ -26,8 +27,16 @@ constexpr bool is_prime(Index n) {
   return true;
 }
 
-/// The largest order a Hadamard transform may have: far past any head, small enough that nothing overflows.
-inline constexpr Index max_hadamard_order = Index{1} << 20;
+/// The largest order of a transform, far past any head, and of a Paley factor, which is applied as a dense
+/// matrix.
+inline constexpr Index max_hadamard_order = Index{1} << 16, max_paley_order = 256;
+
+/// The low `bits` bits of `i` in reverse order.
+constexpr Index reversed_bits(Index i, int bits) {
+  Index reversed = 0;
+  for (int b = 0; b < bits; ++b) reversed |= ((i >> b) & 1) << (bits - 1 - b);
+  return reversed;
+}
 
 constexpr bool is_paley_one(Index order) { return order % 4 == 0 && is_prime(order - 1); }
 constexpr bool is_paley_two(Index order) {
@@ -39,7 +48,8 @@ constexpr bool is_paley_two(Index order) {
 constexpr Index hadamard_base(Index order) {
   if (order < 1 || order > max_hadamard_order) return 0;
   if (std::has_single_bit(static_cast<std::uint64_t>(order))) return 1;
-  for (Index base = order >> std::countr_zero(static_cast<std::uint64_t>(order)); base <= order; base *= 2)
+  for (Index base = order >> std::countr_zero(static_cast<std::uint64_t>(order));
+       base <= std::min(order, max_paley_order); base *= 2)
     if (is_paley_one(base) || is_paley_two(base)) return base;
   return 0;
 }
@@ -132,9 +142,7 @@ class Hadamard : public OrthogonalBase<Hadamard<ScalarType, Dim>, ScalarType, Di
       const int bits = std::countr_zero(static_cast<std::uint64_t>(dim));
       for (Index i = 0; i < dim; ++i) {  // sequency i stands at the bit-reversed Gray code of i
         const Index gray = i ^ (i >> 1);
-        Index reversed = 0;
-        for (int b = 0; b < bits; ++b) reversed |= ((gray >> b) & 1) << (bits - 1 - b);
-        natural_row_[static_cast<std::size_t>(i)] = reversed;
+        natural_row_[static_cast<std::size_t>(i)] = detail::reversed_bits(gray, bits);
       }
     }
   }

@@ -32,7 +32,7 @@ class Orthogonal : public OrthogonalBase<Orthogonal<Scalar, Dim>, Scalar, Dim> {
   }
 
   Index dim() const { return matrix_.rows(); }
-  const SquareMatrix<Scalar, Dim>& matrix() const { return matrix_; }
+  const SquareMatrix<Scalar>& matrix() const { return matrix_; }
 
   void forward_rows(const typename Base::In& x, typename Base::Out y) const {
     y.noalias() = x * matrix_.transpose();
@@ -40,7 +40,7 @@ class Orthogonal : public OrthogonalBase<Orthogonal<Scalar, Dim>, Scalar, Dim> {
   void inverse_rows(const typename Base::In& y, typename Base::Out x) const { x.noalias() = y * matrix_; }
 
  private:
-  SquareMatrix<Scalar, Dim> matrix_;
+  SquareMatrix<Scalar> matrix_;  // on the heap even where Dim is fixed: 256 x 256 is no member
 };
 
 }  // namespace wushkv

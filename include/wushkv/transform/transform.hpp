@@ -9,6 +9,7 @@
 #include "wushkv/transform/concept.hpp"
 #include "wushkv/transform/dense.hpp"
 #include "wushkv/transform/diagonal.hpp"
+#include "wushkv/transform/group_hadamard.hpp"
 #include "wushkv/transform/hadamard.hpp"
 #include "wushkv/transform/identity.hpp"
 #include "wushkv/transform/kronecker.hpp"
