@@ -9,7 +9,7 @@ TEST_CASE_TEMPLATE("Lloyd-Max has a quantizer's properties", Scalar, float, doub
   test::Random random(40);
   for (int bits = 1; bits <= 8; ++bits) {
     test::check_quantizer(LloydMax<Scalar>(bits), random);
-    test::check_quantizer(LloydMax<Scalar, Dynamic, Eigen::half>(bits), random);
+    test::check_quantizer(LloydMax<Scalar, Dynamic, Eigen::half>(bits), random, 2);
     test::check_quantizer(LloydMax<Scalar, Dynamic, Eigen::bfloat16>(bits), random);
   }
 }

@@ -8,7 +8,7 @@ using namespace wushkv;
 TEST_CASE_TEMPLATE("pass-through has a quantizer's properties", Scalar, float, double) {
   test::Random random(50);
   test::check_quantizer(PassThrough<Scalar>(), random);
-  test::check_quantizer(PassThrough<Scalar, Eigen::half>(), random);
+  test::check_quantizer(PassThrough<Scalar, Eigen::half>(), random, 2);
   test::check_quantizer(PassThrough<Scalar, float>(), random);
 }
 

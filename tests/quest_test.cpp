@@ -10,7 +10,7 @@ TEST_CASE_TEMPLATE("QuEST has a quantizer's properties", Scalar, float, double) 
   for (int bits = 1; bits <= 8; ++bits) {
     test::check_quantizer(Quest<Scalar>(bits), random);
     test::check_quantizer(Quest<Scalar, Dynamic, float>(bits, 1.15), random);
-    test::check_quantizer(Quest<Scalar, Dynamic, Eigen::half>(bits), random);
+    test::check_quantizer(Quest<Scalar, Dynamic, Eigen::half>(bits), random, 2);
     test::check_quantizer(Quest<Scalar, Dynamic, Eigen::bfloat16>(bits), random);
   }
 }

@@ -31,6 +31,7 @@ template <class ScalarType, int Bits = Dynamic, ParameterStorage Storage = Scala
 class Affine : public BitWidth<Bits> {
  public:
   using Scalar = ScalarType;
+  /// The scale may be negative, and is then the value of a constant group (code 1, zero 0).
   struct Params {
     Storage scale, zero;
   };
@@ -64,13 +65,15 @@ class Affine : public BitWidth<Bits> {
     low *= static_cast<Scalar>(range_);
     high *= static_cast<Scalar>(range_);
     const Params plain = over(low, high);
-    // With fewer than three digits to spare, the zero point's rounding costs more than that of the values.
+    // With fewer than three digits to spare, the zero point's rounding costs more than that of the values;
+    // and a scale that the storage cuts short leaves the range's end where the zero point did not expect it.
     const Scalar limit =
         static_cast<Scalar>(std::ldexp(1.0, std::min(detail::storage_digits<Storage>, scalar_digits) - 3));
-    if (static_cast<Scalar>(plain.scale) > Scalar(0) && std::abs(static_cast<Scalar>(plain.zero)) <= limit)
-        [[likely]]
+    const Scalar scale = static_cast<Scalar>(plain.scale);
+    const bool cut_short = static_cast<double>(scale) >= detail::storage_max<Storage>();
+    if (scale > Scalar(0) && !cut_short && std::abs(static_cast<Scalar>(plain.zero)) <= limit) [[likely]]
       return plain;
-    return best_for_offset(group, low, high, plain);
+    return best_of_others(group, low, high, plain);
   }
 
   std::uint8_t encode(Scalar x, const Params& params) const {
@@ -109,9 +112,9 @@ class Affine : public BitWidth<Bits> {
     const Scalar steps = static_cast<Scalar>((1 << this->bits()) - 1);
     const Scalar width = high - low;
     const Storage scale =
-        detail::store<Storage>(is_finite(width) ? width / steps : high / steps - low / steps);
+        saturate_cast<Storage>(is_finite(width) ? width / steps : high / steps - low / steps);
     const Scalar stored = static_cast<Scalar>(scale);
-    const Params params{scale, stored > Scalar(0) ? detail::store<Storage>(-low / stored) : Storage(0)};
+    const Params params{scale, stored > Scalar(0) ? saturate_cast<Storage>(-low / stored) : Storage(0)};
     const auto top = static_cast<std::uint8_t>((1 << this->bits()) - 1);
     if (is_finite(decode(0, params)) && is_finite(decode(top, params))) [[likely]]
       return params;
@@ -120,27 +123,32 @@ class Affine : public BitWidth<Bits> {
     return over(inside * low, inside * high);
   }
 
-  Params best_for_offset(const GroupView<Scalar>& group, Scalar low, Scalar high, const Params& plain) const {
+  /// For a range that `plain` does not serve: of a few forms, the one with the least error.
+  Params best_of_others(const GroupView<Scalar>& group, Scalar low, Scalar high, const Params& plain) const {
     // One level at the middle, the rest unused: (1 - 0) scale.
-    Params best{detail::store<Storage>(low + (high - low) / 2), Storage(0)};
-    if (low == high) best.scale = detail::store<Storage>(low);
+    Params best{saturate_cast<Storage>(low == high ? low : low + (high - low) / 2), Storage(0)};
     if (group.isZero(0)) return best;
     double least = squared_error(group, best);
-    const auto consider = [&](const Params& params) {
+    const auto consider = [&](Storage scale, Scalar zero) {
+      const Params params{scale, saturate_cast<Storage>(zero)};
       const double error = squared_error(group, params);
-      if (error < least) {
+      if (static_cast<Scalar>(scale) > Scalar(0) && error < least) {
         least = error;
         best = params;
       }
     };
-    if (static_cast<Scalar>(plain.scale) > Scalar(0)) consider(plain);
+    const Scalar steps = static_cast<Scalar>((1 << this->bits()) - 1),
+                 scale = static_cast<Scalar>(plain.scale);
+    consider(plain.scale, static_cast<Scalar>(plain.zero));
+    // The same levels, moved so that zero is one of them: the far end of a cut range is lost, not everything
+    // else.
+    if (scale > Scalar(0)) consider(plain.scale, std::round(std::clamp(-low / scale, Scalar(0), steps)));
     // The finest scale under which the zero point is a whole number that the storage holds exactly.
     const Scalar offset = std::max(std::abs(low), std::abs(high));
     const int digits = std::min(detail::storage_digits<Storage>, scalar_digits - 3);
-    const Scalar coarse = std::max(std::ldexp(offset, 1 - digits), static_cast<Scalar>(plain.scale));
-    const Storage scale = detail::store<Storage>(coarse);
-    if (static_cast<Scalar>(scale) > Scalar(0))
-      consider({scale, detail::store<Storage>(-std::round(low / static_cast<Scalar>(scale)))});
+    const Storage coarse = saturate_cast<Storage>(std::max(std::ldexp(offset, 1 - digits), scale));
+    if (static_cast<Scalar>(coarse) > Scalar(0))
+      consider(coarse, -std::round(low / static_cast<Scalar>(coarse)));
     return best;
   }
 

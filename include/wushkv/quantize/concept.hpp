@@ -17,11 +17,12 @@ using GroupView = Eigen::Ref<const Vector<Scalar>>;
 /// Turns the values of a group into codes under parameters of that group (design.md, section 3). A type needs
 /// no base class, only
 ///
-///     using Scalar = float;                            // or double
-///     struct Params { … };                             // trivially copyable: it is stored as it is; may be
-///     empty int bits() const;                                // bits of a code (may be static) Params
-///     fit(const Eigen::Ref<const Vector<Scalar>>& group) const; std::uint8_t encode(Scalar x, const Params&)
-///     const;   // an unsigned integer below 2^bits Scalar decode(std::uint8_t code, const Params&) const;
+///     using Scalar = float;   // or double
+///     struct Params { … };    // trivially copyable: it is stored as it is; may be empty
+///     int bits() const;       // bits of a code; may be static
+///     Params fit(const Eigen::Ref<const Vector<Scalar>>& group) const;
+///     std::uint8_t encode(Scalar x, const Params&) const;  // any unsigned integer, below 2^bits
+///     Scalar decode(std::uint8_t code, const Params&) const;
 ///
 /// `fit` returns the parameters *as stored*, rounded to their storage type, so that `encode` sees what
 /// `decode` will.

@@ -128,7 +128,7 @@ class LloydMax : public BitWidth<Bits> {
     const double outermost = table_->level[static_cast<std::size_t>((1 << this->bits()) - 1)];
     const double limit =
         0.99 * static_cast<double>(std::numeric_limits<Scalar>::max()) / std::max(outermost, 1.0);
-    return {detail::store<Storage>(std::min(detail::root_mean_square<Scalar>(group), limit))};
+    return {saturate_cast<Storage>(std::min(detail::root_mean_square<Scalar>(group), limit))};
   }
 
   std::uint8_t encode(Scalar x, const Params& params) const {

@@ -28,7 +28,7 @@ class PassThrough {
   static std::string identity() { return "pass-through/" + std::string(detail::storage_name<Stored>); }
 
   Params fit(const GroupView<Scalar>&) const { return {}; }
-  Code encode(Scalar x, const Params&) const { return std::bit_cast<Code>(detail::store<Stored>(x)); }
+  Code encode(Scalar x, const Params&) const { return std::bit_cast<Code>(saturate_cast<Stored>(x)); }
   Scalar decode(Code code, const Params&) const { return static_cast<Scalar>(std::bit_cast<Stored>(code)); }
 };
 

@@ -52,7 +52,7 @@ class Quest : public BitWidth<Bits> {
     const double levels = static_cast<double>((1 << this->bits()) - 1);
     // The outermost values, levels / 2 steps out, must be finite too.
     const double limit = static_cast<double>(std::numeric_limits<Scalar>::max()) / levels;
-    return {detail::store<Storage>(std::min(2 * alpha * rms / levels, limit))};
+    return {saturate_cast<Storage>(std::min(2 * alpha * rms / levels, limit))};
   }
 
   std::uint8_t encode(Scalar x, const Params& params) const {

@@ -4,15 +4,18 @@
 
 #include <cmath>
 
-#include "wushkv/core/error.hpp"
+#include "wushkv/core/check.hpp"
 #include "wushkv/quantize/concept.hpp"
 
 namespace wushkv::detail {
 
+/// Throws `std::invalid_argument` for a group without a value or with one that is not finite.
 template <class Scalar>
 void check_group(const GroupView<Scalar>& group) {
   if (group.size() == 0) [[unlikely]]
     invalid_argument("quantizer: group has 0 values, expected at least one");
+  if (!all_finite(group)) [[unlikely]]
+    invalid_argument("quantizer: group has a value that is not finite");
 }
 
 /// The root mean square of a group, in double: neither the largest nor the smallest finite values overflow or

@@ -37,13 +37,15 @@ inline constexpr int storage_digits = std::same_as<Storage, double>        ? 53
                                       : std::same_as<Storage, Eigen::half> ? 11
                                                                            : 8;
 
+}  // namespace detail
+
 /// Rounds to the storage type; what would overflow becomes its largest value, so that decoding stays finite.
 template <ParameterStorage Storage, class Scalar>
-Storage store(Scalar value) {
+Storage saturate_cast(Scalar value) {
   if constexpr (std::same_as<Storage, Scalar>) {
     return std::clamp(value, -std::numeric_limits<Scalar>::max(), std::numeric_limits<Scalar>::max());
   } else {
-    const double limit = storage_max<Storage>();
+    const double limit = detail::storage_max<Storage>();
     const double clamped = std::clamp(static_cast<double>(value), -limit, limit);
     if constexpr (std::same_as<Storage, double> || std::same_as<Storage, float>)
       return static_cast<Storage>(clamped);
@@ -52,7 +54,6 @@ Storage store(Scalar value) {
   }
 }
 
-}  // namespace detail
 }  // namespace wushkv
 
 #endif  // WUSHKV_QUANTIZE_STORAGE_HPP
