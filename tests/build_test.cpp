@@ -27,7 +27,7 @@ TEST_CASE("every construction, from the same statistics") {
     for (const Index group : {0, 4}) {
       BuildOptions options;
       options.construction = construction;
-      options.key_group = options.value_group = group;
+      options.key_group_size = options.value_group_size = group;
       const LayerTransforms built = build_transforms(statistics, options);
       REQUIRE(built.keys.size() == 2);
       REQUIRE(built.values.size() == 2);
@@ -54,7 +54,7 @@ TEST_CASE("each construction is the one that its own function makes") {
   const auto key = [&](Construction construction, std::size_t head, Index group = 0) {
     BuildOptions options;
     options.construction = construction;
-    options.key_group = group;
+    options.key_group_size = group;
     options.seed = 9;
     return to_matrix(build_transforms(s, options).keys[head]);
   };
@@ -107,9 +107,9 @@ TEST_CASE("a rank's slice builds what the whole layer builds for its heads") {
 TEST_CASE("bad input is refused") {
   test::Random random(163);
   LayerStatistics statistics = any_statistics(random);
-  CHECK_REFUSED(build_transforms(statistics, {.key_group = 3}), "key_group is 3");
-  CHECK_REFUSED(build_transforms(statistics, {.value_group = 16}), "value_group is 16");
-  CHECK_REFUSED(build_transforms(statistics, {.key_group = -4}), "key_group is -4");
+  CHECK_REFUSED(build_transforms(statistics, {.key_group_size = 3}), "key_group_size is 3");
+  CHECK_REFUSED(build_transforms(statistics, {.value_group_size = 16}), "value_group_size is 16");
+  CHECK_REFUSED(build_transforms(statistics, {.key_group_size = -4}), "key_group_size is -4");
   CHECK_REFUSED(build_transforms(LayerStatistics(heads), {.construction = Construction::Oscar}),
                 "0 tokens, expected at least one for oscar");
   CHECK(build_transforms(LayerStatistics(heads), {.construction = Construction::Hadamard}).keys.size() == 2);

@@ -86,6 +86,21 @@ TEST_CASE("another file, or a broken one, is refused") {
                   copy_but(w, r, "");
                   w.set_metadata("layers", layers_text);
                 }).empty());
+  CHECK(changed([&](auto& w, const auto& r) {
+          copy_but(w, r, "M_K.0");
+          w.add("M_K.0", {Index{1} << 40, 0, 5}, std::vector<double>{});
+        }).find("which no layer has") != std::string::npos);
+  for (const std::int64_t query_heads : {0, -4, 3}) {
+    const std::vector<std::int64_t> counts = {query_heads, 21, 3, 1};
+    CHECK(changed([&](auto& w, const auto& r) {
+            copy_but(w, r, "counts.0");
+            w.add("counts.0", {4}, counts);
+          }).find("which no layer has") != std::string::npos);
+  }
+  CHECK(changed([&](auto& w, const auto& r) {
+          copy_but(w, r, "Sigma_V.1");
+          w.add("Sigma_V.1", {4, 4}, Batch<double>::Constant(4, 4, test::nan));
+        }).find("Sigma_V.1") != std::string::npos);
   const SafetensorsFile no_metadata = SafetensorsFile::from_bytes(SafetensorsWriter().bytes());
   CHECK(test::message_of<FileError>([&] {
           static_cast<void>(load_statistics(no_metadata));

@@ -134,7 +134,11 @@ TEST_CASE("masked tokens count for nothing") {
       kept.v.row(at++) = s.v.row(t);
     }
   LayerStatistics masked(any_heads), expected(any_heads);
-  masked.add(s.q, s.k, s.v, mask);
+  Sequence padded = s;
+  padded.q.row(0).setConstant(test::nan);  // what padding holds is nobody's business
+  padded.k.row(3).setConstant(test::infinity);
+  padded.v.row(11).setConstant(test::nan);
+  masked.add(padded.q, padded.k, padded.v, mask);
   expected.add(kept.q, kept.k, kept.v);
   CHECK(same(masked, expected, 0));
 }
@@ -187,6 +191,7 @@ TEST_CASE("bad input is refused and changes nothing") {
       x(random.integer(0, x.rows() - 1), random.integer(0, x.cols() - 1)) = bad;
       CHECK_REFUSED(statistics.add(broken.q, broken.k, broken.v), "not finite");
     }
+  CHECK_REFUSED(statistics.add(s.q, Batch<double>(1e200 * s.k), s.v), "overflow");
   CHECK_REFUSED(statistics.set_output_projection(random.batch(29, 9)), "expected 30 x 9");
   CHECK_REFUSED(statistics.set_output_projection(Batch<double>(30, 0)), "0 columns");
   CHECK_REFUSED(statistics.set_output_projection(Batch<double>::Constant(30, 9, test::nan)), "not finite");
@@ -196,9 +201,9 @@ TEST_CASE("bad input is refused and changes nothing") {
   one.set_output_projection(random.batch(30, 9));
   other.set_output_projection(random.batch(30, 9));
   CHECK_REFUSED(one.merge(other), "another output projection");
-  for (const auto& [first, count] :
-       {std::pair<Index, Index>{-1, 1}, {0, 0}, {0, 4}, {3, 1}, {1, std::numeric_limits<Index>::max()}})
-    CHECK_REFUSED(statistics.slice(first, count), "slice: KV heads");
+  using Range = std::pair<Index, Index>;
+  for (const Range& range : {Range{-1, 1}, {0, 0}, {0, 4}, {3, 1}, {1, std::numeric_limits<Index>::max()}})
+    CHECK_REFUSED(statistics.slice(range.first, range.second), "slice: KV heads");
   CHECK_REFUSED(statistics.head(3), "KV head 3");
   CHECK(same(statistics, before, 0));
 }

@@ -14,8 +14,9 @@ ModelTransforms any_transforms(test::Random& random) {
   statistics.set_output_projection(random.batch(32, 20));
   statistics.add(random.batch(50, 64), random.batch(50, 32), random.batch(50, 16));
   BuildOptions blocks;
-  blocks.key_group = 4;
-  return {{build_transforms(statistics), build_transforms(statistics, blocks)}, describe(blocks)};
+  blocks.key_bits = 2;
+  blocks.key_group_size = 4;
+  return {{build_transforms(statistics), build_transforms(statistics, blocks)}, transform_metadata(blocks)};
 }
 
 }  // namespace
@@ -38,6 +39,8 @@ TEST_CASE("transforms come back bit for bit, with their metadata") {
     }
   CHECK(back.metadata.at("construction") == "wush");
   CHECK(back.metadata.at("damping") == "0.01");
+  CHECK(back.metadata.at("bits_k") == "2");
+  CHECK(back.metadata.count("bits_v") == 0);
   CHECK(back.metadata.at("convention") == "column");
 }
 
@@ -99,12 +102,15 @@ TEST_CASE("learned transforms come in by name, in either convention") {
   writer.add("T", Batch<double>(dense));
   writer.add("A", Batch<double>(a));
   writer.add("B", Batch<double>(b));
+  writer.add("R16", Batch<Eigen::bfloat16>(rotation.cast<Eigen::bfloat16>()));
   writer.add("wide", random.batch(3, 4));
   writer.add("line", random.vector(4));
   const SafetensorsFile file = SafetensorsFile::from_bytes(writer.bytes());
   CHECK(test::relative_difference(load_orthogonal<float>(file, "R").matrix(), rotation) < 1e-6);
   CHECK(test::relative_difference(load_orthogonal<float>(file, "R", VectorConvention::Row).matrix(),
                                   rotation.transpose()) < 1e-6);
+  CHECK_REFUSED(load_orthogonal<float>(file, "R16"), "off by");
+  CHECK(load_orthogonal<float>(file, "R16", VectorConvention::Column, 1e-2).dim() == 16);
   CHECK(test::identical(load_dense<double>(file, "T").matrix(), dense));
   const Kronecker<double> kronecker = load_kronecker<double>(file, "A", "B");
   CHECK(kronecker.dim() == 8);
@@ -138,13 +144,22 @@ TEST_CASE("bad input is refused") {
     for (const std::string& name : read.names())
       if (name != left_out) writer.add(name, read.tensor(name == swap ? "k.0" : name));
     const SafetensorsFile broken = SafetensorsFile::from_bytes(writer.bytes());
-    return test::message_of<std::exception>([&] { static_cast<void>(load_transforms(broken)); });
+    return test::message_of<FileError>([&] { static_cast<void>(load_transforms(broken)); });
   };
   CHECK(message("", "").empty());
   CHECK(message("format", "wushkv-statistics-1").find("expected 'wushkv-transforms-1'") != std::string::npos);
   CHECK(message("convention", "diagonal").find("'diagonal', expected 'column' or 'row'") !=
         std::string::npos);
   CHECK(message("", "", "v_t.1").find("v_t.1") != std::string::npos);
-  CHECK(message("", "", "", "k_inv.0").find("off by") != std::string::npos);
+  CHECK(message("", "", "", "k_inv.0").find("no finite pair of inverses") != std::string::npos);
   CHECK(message("layers", "3").find("k.2") != std::string::npos);
+  SafetensorsWriter empty;
+  empty.set_metadata("format", "wushkv-transforms-1");
+  empty.set_metadata("layers", "1");
+  empty.set_metadata("convention", "column");
+  empty.add("k.0", {Index{1} << 31, 1, Index{1} << 31, 0}, std::vector<double>{});
+  const SafetensorsFile file_of_nothing = SafetensorsFile::from_bytes(empty.bytes());
+  CHECK(test::message_of<FileError>([&] {
+          static_cast<void>(load_transforms(file_of_nothing));
+        }).find("square matrices") != std::string::npos);
 }

@@ -13,6 +13,8 @@
 #include <vector>
 
 #include "wushkv/io/safetensors.hpp"
+#include "wushkv/io/statistics.hpp"
+#include "wushkv/io/transforms.hpp"
 
 namespace {
 
@@ -82,5 +84,13 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     return 0;
   }
   round_trip(*view);  // whatever it throws is a bug, and ends the fuzzer
+  try {
+    static_cast<void>(wushkv::load_statistics(*view));
+  } catch (const wushkv::FileError&) {  // anything else ends the fuzzer too
+  }
+  try {
+    static_cast<void>(wushkv::load_transforms(*view));
+  } catch (const wushkv::FileError&) {
+  }
   return 0;
 }

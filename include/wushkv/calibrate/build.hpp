@@ -66,13 +66,15 @@ struct BuildOptions {
   Construction construction = Construction::Wush;
   /// Coordinates that share a scale, 0 for the whole head. Hadamard, RotateKV and WUSH are block diagonal by
   /// it (RotateKV up to its permutation); the others mix the whole head.
-  Index key_group = 0, value_group = 0;
+  Index key_group_size = 0, value_group_size = 0;
   /// WUSH's damping and exponent.
   double damping = WushOptions{}.damping, exponent = WushOptions{}.exponent;
   /// Scale WUSH so that what the cache stores has unit mean square on the calibration tokens; else c = 1.
   bool unit_mean_square = true;
   /// Of the random rotation, which all heads share.
   std::uint64_t seed = 0;
+  /// The widths that the transforms are meant for, 0 if not known. None depends on them; files record them.
+  int key_bits = 0, value_bits = 0;
 };
 
 namespace detail {
@@ -128,6 +130,25 @@ inline BlockTransform build_head(const HeadSums& sums, Index group, const BuildO
                    " is none of the enumerators");
 }
 
+/// The same for every head of a side: built once.
+inline bool is_shared(Construction construction) {
+  return construction == Construction::None || construction == Construction::Hadamard ||
+         construction == Construction::Random || construction == Construction::Oscar;
+}
+
+template <class SumsOf>
+std::vector<BlockTransform> build_side(Index kv_heads, SumsOf sums_of, Index group,
+                                       const BuildOptions& options, double tokens) {
+  std::vector<BlockTransform> result;
+  for (Index h = 0; h < kv_heads; ++h) {
+    if (h > 0 && is_shared(options.construction))
+      result.push_back(result.front());
+    else
+      result.push_back(build_head(sums_of(h), group, options, tokens));
+  }
+  return result;
+}
+
 inline Index checked_group(std::string_view name, Index group, Index dim) {
   if (group == 0) return dim;
   if (group < 1 || dim % group != 0)
@@ -144,8 +165,9 @@ inline Index checked_group(std::string_view name, Index group, Index dim) {
 /// WUSH, no output projection).
 inline LayerTransforms build_transforms(const LayerStatistics& statistics, const BuildOptions& options = {}) {
   const AttentionHeads& heads = statistics.heads();
-  const Index key_group = detail::checked_group("key_group", options.key_group, heads.key_dim);
-  const Index value_group = detail::checked_group("value_group", options.value_group, heads.value_dim);
+  const Index key_group_size = detail::checked_group("key_group_size", options.key_group_size, heads.key_dim);
+  const Index value_group_size =
+      detail::checked_group("value_group_size", options.value_group_size, heads.value_dim);
   const bool data_free = options.construction == Construction::None ||
                          options.construction == Construction::Hadamard ||
                          options.construction == Construction::Random;
@@ -157,18 +179,17 @@ inline LayerTransforms build_transforms(const LayerStatistics& statistics, const
         "build_transforms: statistics without an output projection, expected set_output_projection before "
         "WUSH");
   const double tokens = static_cast<double>(statistics.tokens());
-  LayerTransforms result;
-  for (Index h = 0; h < heads.kv_heads; ++h) {
+  const auto key_sums = [&](Index h) -> detail::HeadSums {
+    const HeadStatistics& head =
+        statistics.head(h);  // H_K is twice OSCAR's sum over the head: the same eigenvectors
+    return {head.key_gram, head.key_hessian, head.key_hessian, statistics.key_sigma()};
+  };
+  const auto value_sums = [&](Index h) -> detail::HeadSums {
     const HeadStatistics& head = statistics.head(h);
-    const SquareMatrix<double> head_key_sigma = head.key_hessian / 2;
-    result.keys.push_back(
-        detail::build_head({head.key_gram, head.key_hessian, head_key_sigma, statistics.key_sigma()},
-                           key_group, options, tokens));
-    result.values.push_back(
-        detail::build_head({head.value_gram, head.value_hessian, head.value_sigma, statistics.value_sigma()},
-                           value_group, options, tokens));
-  }
-  return result;
+    return {head.value_gram, head.value_hessian, head.value_sigma, statistics.value_sigma()};
+  };
+  return {detail::build_side(heads.kv_heads, key_sums, key_group_size, options, tokens),
+          detail::build_side(heads.kv_heads, value_sums, value_group_size, options, tokens)};
 }
 
 }  // namespace wushkv

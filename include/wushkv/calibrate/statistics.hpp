@@ -52,7 +52,7 @@ class LayerStatistics {
     for (Index h = 0; h < shape_.kv_heads; ++h) {
       SquareMatrix<double>& hessian = heads_[static_cast<std::size_t>(h)].value_hessian;
       hessian.setZero();
-      for (Index g = h * shape_.group(); g < (h + 1) * shape_.group(); ++g)
+      for (Index g = h * shape_.queries_per_kv_head(); g < (h + 1) * shape_.queries_per_kv_head(); ++g)
         hessian.noalias() += 2 * w.middleRows(g * rows, rows) * w.middleRows(g * rows, rows).transpose();
     }
     has_output_projection_ = true;
@@ -60,22 +60,29 @@ class LayerStatistics {
 
   /// Adds one sequence: `q` `[tokens, query_heads * key_dim]`, `k` `[tokens, kv_heads * key_dim]`, `v`
   /// `[tokens, kv_heads * value_dim]`, any scalar that converts to double, any strides. `mask`, if given, has
-  /// one entry a token, zero for padding, which is left out. Throws `std::invalid_argument` for a wrong
-  /// shape, a value that is not finite (padding included) or no token at all; the statistics are unchanged
-  /// then.
+  /// one entry a token, zero for padding, which is left out, whatever it holds. Throws
+  /// `std::invalid_argument` for a wrong shape, a value that is not finite, no token at all, or values so
+  /// large that their squares overflow; the statistics are unchanged then.
   template <class Q, class K, class V>
   void add(const Eigen::MatrixBase<Q>& q, const Eigen::MatrixBase<K>& k, const Eigen::MatrixBase<V>& v,
            std::span<const std::uint8_t> mask = {}) {
-    detail::check_sequence("LayerStatistics", shape_, q, k, v);
+    detail::check_sequence_shapes("LayerStatistics", shape_, q, k, v);
     if (!mask.empty() && static_cast<Index>(mask.size()) != q.rows())
       detail::invalid_argument("LayerStatistics: mask has ", mask.size(), " entries, expected one a token, ",
                                q.rows());
     const Batch<double> queries = kept(q, mask), keys = kept(k, mask), values = kept(v, mask);
     if (queries.rows() == 0)
       detail::invalid_argument("LayerStatistics: mask leaves 0 tokens, expected at least one");
-    for (Index h = 0; h < shape_.kv_heads; ++h) add_head(h, queries, keys, values);
-    tokens_ += queries.rows();
-    ++sequences_;
+    detail::check_finite("LayerStatistics: q", queries);
+    detail::check_finite("LayerStatistics: k", keys);
+    detail::check_finite("LayerStatistics: v", values);
+    LayerStatistics next = *this;
+    for (Index h = 0; h < shape_.kv_heads; ++h) next.add_head(h, queries, keys, values);
+    if (!next.finite())
+      detail::invalid_argument("LayerStatistics: the sums overflow, expected smaller values");
+    next.tokens_ += queries.rows();
+    ++next.sequences_;
+    *this = std::move(next);
   }
 
   /// Adds another run's or rank's sums over the same heads. Throws `std::invalid_argument` if the heads
@@ -111,7 +118,7 @@ class LayerStatistics {
                                " asked for, expected a range within 0 to ", shape_.kv_heads - 1);
     LayerStatistics part = *this;
     part.shape_.kv_heads = count;
-    part.shape_.query_heads = count * shape_.group();
+    part.shape_.query_heads = count * shape_.queries_per_kv_head();
     part.heads_.assign(heads_.begin() + first, heads_.begin() + first + count);
     return part;
   }
@@ -190,6 +197,14 @@ class LayerStatistics {
     return rows;
   }
 
+  bool finite() const {
+    bool all = all_finite(key_sigma_) && all_finite(value_sigma_);
+    for (const HeadStatistics& head : heads_)
+      all = all && all_finite(head.key_gram) && all_finite(head.key_hessian) && all_finite(head.value_gram) &&
+            all_finite(head.value_hessian) && all_finite(head.value_sigma);
+    return all;
+  }
+
   void add_head(Index h, const Batch<double>& queries, const Batch<double>& keys,
                 const Batch<double>& values) {
     const Index dk = shape_.key_dim, dv = shape_.value_dim, n = queries.rows();
@@ -197,7 +212,7 @@ class LayerStatistics {
     const auto k = keys.middleCols(h * dk, dk);
     const auto v = values.middleCols(h * dv, dv);
     SquareMatrix<double> qq = SquareMatrix<double>::Zero(dk, dk);
-    for (Index g = h * shape_.group(); g < (h + 1) * shape_.group(); ++g)
+    for (Index g = h * shape_.queries_per_kv_head(); g < (h + 1) * shape_.queries_per_kv_head(); ++g)
       qq.noalias() += queries.middleCols(g * dk, dk).transpose() * queries.middleCols(g * dk, dk);
     // u_t = k_tᵀ (Qᵀ Q) k_t of this sequence, scaled to sum to n; without any preference, every token counts
     // alike.

@@ -27,7 +27,7 @@ namespace detail {
 
 inline void check_wush_options(const WushOptions& options) {
   if (!(options.damping >= 0 && options.damping <= 1e6))
-    invalid_argument("wush: damping is ", options.damping, ", expected 0 or a positive number");
+    invalid_argument("wush: damping is ", options.damping, ", expected 0 to 1e6");
   if (!(options.exponent >= 0 && options.exponent <= 2))
     invalid_argument("wush: exponent is ", options.exponent, ", expected 0 to 2");
   if (!(options.tokens >= 0 && is_finite(options.tokens)))

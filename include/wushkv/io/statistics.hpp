@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "wushkv/calibrate/statistics.hpp"
+#include "wushkv/io/layer_count.hpp"
 #include "wushkv/io/safetensors.hpp"
 
 namespace wushkv {
@@ -35,25 +36,6 @@ inline void unstack(const Batch<double>& rows, std::vector<HeadStatistics>& head
   const Index d = rows.cols();
   for (std::size_t h = 0; h < heads.size(); ++h)
     heads[h].*member = rows.middleRows(static_cast<Index>(h) * d, d);
-}
-
-/// The number of layers a file of this library says it has.
-inline Index layer_count(const SafetensorsView& file, std::string_view format) {
-  const auto found = file.metadata().find("format");
-  if (found == file.metadata().end() || found->second != format)
-    file_error("safetensors: metadata 'format' is ",
-               found == file.metadata().end() ? std::string("missing") : "'" + found->second + "'",
-               ", expected '", format, "'");
-  const auto layers = file.metadata().find("layers");
-  Index count = 0;
-  if (layers != file.metadata().end()) {
-    const std::string& text = layers->second;
-    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), count);
-    if (error != std::errc() || end != text.data() + text.size()) count = 0;
-  }
-  if (count < 1 || count > 1000000)
-    file_error("safetensors: metadata 'layers' is not a number of layers, expected 1 or more");
-  return count;
 }
 
 }  // namespace detail
@@ -86,36 +68,50 @@ inline void save_statistics(const std::filesystem::path& path, const std::vector
   writer.save(path);
 }
 
+namespace detail {
+
+inline LayerStatistics read_layer(const SafetensorsView& file, const std::string& layer) {
+  const TensorShape keys = file.expect_shape("M_K" + layer, {Dynamic, Dynamic, Dynamic}).shape();
+  const TensorShape values = file.expect_shape("M_V" + layer, {Dynamic, Dynamic, Dynamic}).shape();
+  const Vector<std::int64_t> counts = file.vector<std::int64_t>("counts" + layer, {4});
+  const AttentionHeads heads{static_cast<Index>(counts[0]), keys[0], keys[2], values[2]};
+  if (keys.size() < 1 || values.size() < 1 || keys[1] != keys[2] || values[1] != values[2] ||
+      heads.query_heads < 1 || heads.query_heads % heads.kv_heads != 0 || counts[2] < 0 ||
+      counts[1] < counts[2])
+    file_error("safetensors: statistics of layer ", layer.substr(1), ": M_K is ", keys.to_string(), ", M_V ",
+               values.to_string(), ", counts are ", counts[0], " query heads, ", counts[1], " tokens, ",
+               counts[2], " sequences, which no layer has");
+  LayerStatistics::Sums sums;
+  sums.heads.resize(static_cast<std::size_t>(heads.kv_heads));
+  const auto matrix = [&](const std::string& name, const TensorShape& shape) {
+    Batch<double> rows = file.matrix<double>(name, shape);
+    if (!all_finite(rows)) file_error("safetensors: tensor \"", name, "\" has a value that is not finite");
+    return rows;
+  };
+  const auto read = [&](const char* name, SquareMatrix<double> HeadStatistics::*member, Index d) {
+    unstack(matrix(name + layer, {heads.kv_heads, d, d}), sums.heads, member);
+  };
+  read("M_K", &HeadStatistics::key_gram, heads.key_dim);
+  read("H_K", &HeadStatistics::key_hessian, heads.key_dim);
+  read("M_V", &HeadStatistics::value_gram, heads.value_dim);
+  read("H_V", &HeadStatistics::value_hessian, heads.value_dim);
+  read("S_V", &HeadStatistics::value_sigma, heads.value_dim);
+  sums.key_sigma = matrix("Sigma_K" + layer, {heads.key_dim, heads.key_dim});
+  sums.value_sigma = matrix("Sigma_V" + layer, {heads.value_dim, heads.value_dim});
+  sums.tokens = counts[1];
+  sums.sequences = counts[2];
+  sums.has_output_projection = counts[3] != 0;
+  return LayerStatistics(heads, std::move(sums));
+}
+
+}  // namespace detail
+
 /// Reads what `save_statistics` wrote. Throws `FileError` for a file that cannot be read, is damaged, or is
-/// something else, `std::invalid_argument` for sums that no sequence gives.
+/// something else.
 inline std::vector<LayerStatistics> load_statistics(const SafetensorsView& file) {
   const Index count = detail::layer_count(file, detail::statistics_format);
   std::vector<LayerStatistics> layers;
-  for (Index l = 0; l < count; ++l) {
-    const std::string layer = "." + std::to_string(l);
-    const TensorView keys = file.expect_shape("M_K" + layer, {Dynamic, Dynamic, Dynamic});
-    const TensorView values = file.expect_shape("M_V" + layer, {Dynamic, Dynamic, Dynamic});
-    const Vector<std::int64_t> counts = file.vector<std::int64_t>("counts" + layer, {4});
-    const AttentionHeads heads{static_cast<Index>(counts[0]), keys.shape()[0], keys.shape()[2],
-                               values.shape()[2]};
-    detail::check_heads(heads);
-    LayerStatistics::Sums sums;
-    sums.heads.resize(static_cast<std::size_t>(heads.kv_heads));
-    const auto read = [&](const char* name, SquareMatrix<double> HeadStatistics::*member, Index d) {
-      detail::unstack(file.matrix<double>(name + layer, {heads.kv_heads, d, d}), sums.heads, member);
-    };
-    read("M_K", &HeadStatistics::key_gram, heads.key_dim);
-    read("H_K", &HeadStatistics::key_hessian, heads.key_dim);
-    read("M_V", &HeadStatistics::value_gram, heads.value_dim);
-    read("H_V", &HeadStatistics::value_hessian, heads.value_dim);
-    read("S_V", &HeadStatistics::value_sigma, heads.value_dim);
-    sums.key_sigma = file.matrix<double>("Sigma_K" + layer, {heads.key_dim, heads.key_dim});
-    sums.value_sigma = file.matrix<double>("Sigma_V" + layer, {heads.value_dim, heads.value_dim});
-    sums.tokens = counts[1];
-    sums.sequences = counts[2];
-    sums.has_output_projection = counts[3] != 0;
-    layers.emplace_back(heads, std::move(sums));
-  }
+  for (Index l = 0; l < count; ++l) layers.push_back(detail::read_layer(file, "." + std::to_string(l)));
   return layers;
 }
 

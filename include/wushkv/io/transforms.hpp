@@ -3,14 +3,15 @@
 #define WUSHKV_IO_TRANSFORMS_HPP
 
 #include <filesystem>
+#include <limits>
 #include <map>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "wushkv/calibrate/build.hpp"
+#include "wushkv/io/layer_count.hpp"
 #include "wushkv/io/safetensors.hpp"
-#include "wushkv/io/statistics.hpp"
 #include "wushkv/transform/kronecker.hpp"
 
 namespace wushkv {
@@ -31,13 +32,15 @@ struct ModelTransforms {
 };
 
 /// What a file should say of transforms that `build_transforms` made.
-inline std::map<std::string, std::string> describe(const BuildOptions& options) {
+inline std::map<std::string, std::string> transform_metadata(const BuildOptions& options) {
   std::map<std::string, std::string> metadata{{"construction", std::string(to_string(options.construction))}};
   if (options.construction == Construction::Wush) {
     metadata["damping"] = detail::concat(options.damping);
     metadata["exponent"] = detail::concat(options.exponent);
   }
   if (options.construction == Construction::Random) metadata["seed"] = std::to_string(options.seed);
+  if (options.key_bits > 0) metadata["bits_k"] = std::to_string(options.key_bits);
+  if (options.value_bits > 0) metadata["bits_v"] = std::to_string(options.value_bits);
   return metadata;
 }
 
@@ -78,19 +81,28 @@ inline void add_blocks(SafetensorsWriter& writer, const std::string& name,
   writer.add(name, TensorShape{static_cast<Index>(heads.size()), blocks, group, group}, rows);
 }
 
+/// Throws `FileError` unless the two matrices of a file are inverses of each other. A file may hold single
+/// precision: a pair then agrees to its rounding times the condition number.
+inline Dense<double> read_pair(const MatrixPair& pair, const std::string& name,
+                               const std::string& inverse_name) {
+  const Index d = pair.forward.rows();
+  const double off =
+      (pair.forward * pair.inverse - SquareMatrix<double>::Identity(d, d)).cwiseAbs().maxCoeff();
+  if (!all_finite(pair.forward) || !all_finite(pair.inverse) || !(off <= 1e-3))
+    file_error("safetensors: tensors \"", name, "\" and \"", inverse_name,
+               "\" are no finite pair of inverses, their product is off by ", off, " from the identity");
+  return Dense<double>(pair, std::numeric_limits<double>::infinity());
+}
+
 /// Reads `[kv_heads, blocks, group, group]` matrices; `transposed` says that the file holds transposes.
 inline std::vector<BlockTransform> read_blocks(const SafetensorsView& file, const std::string& name,
                                                const std::string& inverse_name, bool transposed) {
   const TensorShape shape = file.expect_shape(name, {Dynamic, Dynamic, Dynamic, Dynamic}).shape();
   const Index heads = shape[0], blocks = shape[1], group = shape[2];
-  if (heads < 1 || blocks < 1 || group < 1)
+  if (shape[3] != group || shape.size() < 1)
     file_error("safetensors: tensor \"", name, "\": shape is ", shape.to_string(),
-               ", expected no empty dimension");
-  const TensorShape square{heads, blocks, group, group};
-  const Batch<double> forward = file.matrix<double>(name, square),
-                      inverse = file.matrix<double>(inverse_name, square);
-  // A file may hold single precision: the pair then agrees to its rounding, times the condition number.
-  const double tolerance = 1e-3;
+               ", expected square matrices and no empty dimension");
+  const Batch<double> forward = file.matrix<double>(name), inverse = file.matrix<double>(inverse_name, shape);
   std::vector<BlockTransform> result;
   for (Index h = 0; h < heads; ++h) {
     std::vector<Dense<double>> of_head;
@@ -101,7 +113,7 @@ inline std::vector<BlockTransform> read_blocks(const SafetensorsView& file, cons
         pair.forward.transposeInPlace();
         pair.inverse.transposeInPlace();
       }
-      of_head.emplace_back(pair, tolerance);
+      of_head.push_back(read_pair(pair, name, inverse_name));
     }
     result.emplace_back(std::move(of_head));
   }
@@ -134,7 +146,7 @@ inline void save_transforms(const std::filesystem::path& path, const ModelTransf
 }
 
 /// Reads transforms in either convention. Throws `FileError` for a file that cannot be read, is damaged or
-/// something else, `std::invalid_argument` for matrices that are singular or no pairs of inverses.
+/// something else, or whose matrices are no pairs of inverses.
 inline ModelTransforms load_transforms(const SafetensorsView& file) {
   const Index count = detail::layer_count(file, detail::transforms_format);
   const auto convention = file.metadata().find("convention");
@@ -162,9 +174,8 @@ inline ModelTransforms load_transforms(const std::filesystem::path& path) {
   return load_transforms(SafetensorsFile(path));
 }
 
-/// A learned transform given as a square matrix by name, as SpinQuant's rotations or FlatQuant's are;
-/// `convention` says how the file's matrix acts. Throws `FileError` if it is not there or not square, and as
-/// the transform's constructor does.
+/// A learned transform given as a square matrix by name, as SpinQuant's rotations or FlatQuant's are, in
+/// double; `convention` says how the file's matrix acts. Throws `FileError` if it is not there or not square.
 inline SquareMatrix<double> load_matrix(const SafetensorsView& file, std::string_view name,
                                         VectorConvention convention = VectorConvention::Column) {
   const TensorShape shape = file.expect_shape(name, {Dynamic, Dynamic}).shape();
@@ -172,23 +183,27 @@ inline SquareMatrix<double> load_matrix(const SafetensorsView& file, std::string
   return convention == VectorConvention::Row ? SquareMatrix<double>(matrix.transpose()) : matrix;
 }
 
+/// That matrix as a rotation, within `tolerance` of `R Rᵀ = I`: about 1e-3 for one kept in half, 1e-2 in
+/// bfloat16. Throws as `load_matrix` and `Orthogonal`.
 template <class Scalar>
 Orthogonal<Scalar> load_orthogonal(const SafetensorsView& file, std::string_view name,
-                                   VectorConvention convention = VectorConvention::Column) {
-  return Orthogonal<Scalar>(load_matrix(file, name, convention));
+                                   VectorConvention convention = VectorConvention::Column,
+                                   double tolerance = 1e-5) {
+  return Orthogonal<Scalar>(load_matrix(file, name, convention), tolerance);
 }
 
+/// That matrix with its inverse. Throws as `load_matrix` and `Dense`.
 template <class Scalar>
 Dense<Scalar> load_dense(const SafetensorsView& file, std::string_view name,
                          VectorConvention convention = VectorConvention::Column) {
   return Dense<Scalar>(load_matrix(file, name, convention));
 }
 
+/// The Kronecker product `A ⊗ B` of two of them. Throws as `load_dense`.
 template <class Scalar>
 Kronecker<Scalar> load_kronecker(const SafetensorsView& file, std::string_view a, std::string_view b,
                                  VectorConvention convention = VectorConvention::Column) {
-  return Kronecker<Scalar>(Dense<Scalar>(load_matrix(file, a, convention)),
-                           Dense<Scalar>(load_matrix(file, b, convention)));
+  return Kronecker<Scalar>(load_dense<Scalar>(file, a, convention), load_dense<Scalar>(file, b, convention));
 }
 
 }  // namespace wushkv
