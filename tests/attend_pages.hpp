@@ -179,7 +179,7 @@ Batch<double> direct(const AttentionHeads& heads, const Batch<double>& q, const 
   Batch<double> out = Batch<double>::Zero(q.rows(), heads.query_heads * dv);
   for (Index i = 0; i < q.rows(); ++i)
     for (Index h = 0; h < heads.query_heads; ++h) {
-      const Index kv = h / heads.group();
+      const Index kv = h / heads.queries_per_kv_head();
       double total = sinks.empty() ? 0 : std::exp(sinks[static_cast<std::size_t>(h)]);
       for (Index t = 0; t < k.rows(); ++t) {
         if (!sees(i, t)) continue;

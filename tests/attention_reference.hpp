@@ -19,11 +19,7 @@ struct AttentionReference {
   Batch<double> w_o = file.matrix<double>("w_o", {6, 16, 24});
 
   /// `[tokens, heads, dim]` as `[tokens, heads * dim]`.
-  Batch<double> side_by_side(const std::string& name) const {
-    const wushkv::TensorShape shape = file.tensor(name).shape();
-    const Batch<double> rows = file.matrix<double>(name);
-    return Eigen::Map<const Batch<double>>(rows.data(), shape[0], shape[1] * shape[2]);
-  }
+  Batch<double> side_by_side(const std::string& name) const { return file.token_matrix<double>(name); }
   /// One head's `[dim, dim]` of a tensor `[heads, dim, dim]`.
   Batch<double> of_head(const std::string& name, Index head) const {
     const Batch<double> rows = file.matrix<double>(name);

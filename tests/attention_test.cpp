@@ -35,8 +35,9 @@ TEST_CASE("weights sum to one, see only what they may, and make the output") {
         for (Index t = 0; t < n; ++t)
           CHECK((w(i, t) > 0) ==
                 ((!options.causal || t <= i) && (options.window == 0 || t > i - options.window)));
-      CHECK(test::relative_difference(output.middleCols(h * 6, 6),
-                                      w * v.middleCols(h / heads.group() * 6, 6).cast<double>()) < 1e-12);
+      CHECK(test::relative_difference(
+                output.middleCols(h * 6, 6),
+                w * v.middleCols(h / heads.queries_per_kv_head() * 6, 6).cast<double>()) < 1e-12);
     }
   }
 }

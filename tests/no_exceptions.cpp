@@ -25,6 +25,22 @@ int main() {
   const Codec codec(Hadamard<float>(64), Quest<float, 2>());
   const Batch<float> x = Batch<float>::Ones(3, 64);
   if (!codec.reconstruct(x).allFinite()) return 2;
+  // The cache's calls that return a status need no exceptions at all.
+  using C = Codec<Hadamard<float>, Quest<float, 2>>;
+  const std::vector<C> codecs(1, codec);
+  const CacheOptions options{.page_tokens = 16, .sink = 0, .recent = 0, .flush = 1};
+  PagePool pool(PagedCache<C, C>::page_bytes(codecs, codecs, options), 1);
+  PagedCache<C, C> cache(pool, codecs, codecs, options);
+  const SequenceId id = cache.create();
+  if (!cache.try_append(id, x, x)) return 4;
+  if (cache.try_append(id, Batch<float>(20, 64).setOnes(), Batch<float>(20, 64).setOnes()).code() !=
+      CacheStatus::Code::PoolExhausted)
+    return 5;
+  const Attention<C, C> attention({1, 1, 64, 64}, codecs, codecs);
+  Attention<C, C>::Workspace workspace;
+  Vector<float> out(64);
+  attention.decode(cache.view(id), x.row(0).transpose(), out, workspace);
+  if (!out.allFinite() || !cache.try_truncate(id, 1) || !cache.try_release(id)) return 6;
   set_failure_handler(&expect_hadamard);
   const Hadamard<float> unsupported(52);
   std::fprintf(stderr, "the handler was not called for order %d\n", static_cast<int>(unsupported.dim()));

@@ -70,7 +70,7 @@ struct AttendOptions {
 ///   own kernel over a cache that holds the latent as one KV head's value under a `Codec` of its own
 ///   (`Codec::decode_transformed`), the small rotated key beside it unquantized. This class would store the
 ///   latent twice.
-template <class KeyCodec, class ValueCodec, PageLayout Layout = TokenMajor>
+template <HeadCodec KeyCodec, HeadCodec ValueCodec, PageLayout Layout = TokenMajor>
 class Attention {
   static_assert(std::is_same_v<typename KeyCodec::Scalar, typename ValueCodec::Scalar>,
                 "wushkv: Attention takes codecs of one Scalar");
@@ -416,7 +416,7 @@ class Attention {
   /// To `workspace.queries`: a KV head's queries lie together, so that they are the rows of a product.
   template <class Q>
   void prepare_queries(const Q& q, Workspace& workspace) const {
-    const Index n = q.rows(), dim = heads_.key_dim, group = heads_.group();
+    const Index n = q.rows(), dim = heads_.key_dim, group = heads_.queries_per_kv_head();
     workspace.queries.resize(static_cast<std::size_t>(n * heads_.query_heads * dim));
     for (Index head = 0; head < heads_.query_heads; ++head) {
       const Index kv_head = head / group;
@@ -500,7 +500,7 @@ class Attention {
   }
 
   void absorb(const Pass& pass, Index head, const Tile& tile, State& state, Workspace& workspace) const {
-    const Index group = heads_.group(), per_block = std::max<Index>(1, block_rows / group);
+    const Index group = heads_.queries_per_kv_head(), per_block = std::max<Index>(1, block_rows / group);
     workspace.rescale.resize(static_cast<std::size_t>(per_block * group));
     for (Index from = 0; from < pass.queries; from += per_block) {
       const Index queries = std::min(per_block, pass.queries - from);
@@ -514,7 +514,7 @@ class Attention {
   }
 
   Index state_row(const Pass& pass, Index query, Index head, Index g) const {
-    return (pass.state_offset + query) * heads_.query_heads + head * heads_.group() + g;
+    return (pass.state_offset + query) * heads_.query_heads + head * heads_.queries_per_kv_head() + g;
   }
 
   /// Whether a query of the block sees a token of the tile, and which ones.
@@ -536,7 +536,7 @@ class Attention {
   /// matrix product, which may allocate.
   void score(const Pass& pass, Index head, const Tile& tile, Index from, Index queries,
              Workspace& workspace) const {
-    const Index group = heads_.group(), rows = queries * group, dim = heads_.key_dim;
+    const Index group = heads_.queries_per_kv_head(), rows = queries * group, dim = heads_.key_dim;
     workspace.scores.resize(static_cast<std::size_t>(rows * tile.tokens()));
     const Scalar* const begin = workspace.queries.data() + (head * pass.queries + from) * group * dim;
     const Eigen::Map<const Batch<Scalar>> q(begin, rows, dim);
@@ -585,7 +585,7 @@ class Attention {
   /// Adds the weighted values of a tile to the block's accumulators.
   void gather(const Pass& pass, Index head, const Tile& tile, Index from, Index queries, State& state,
               Workspace& workspace) const {
-    const Index group = heads_.group(), rows = queries * group;
+    const Index group = heads_.queries_per_kv_head(), rows = queries * group;
     const Eigen::Map<const Batch<Scalar>> weights(workspace.scores.data(), rows, tile.tokens());
     auto accumulator = state.accumulator();
     if (pass.queries == 1) {
@@ -624,7 +624,7 @@ class Attention {
         to = rows;
         continue;
       }
-      const ValueCodec& codec = values_[static_cast<std::size_t>(head / heads_.group())];
+      const ValueCodec& codec = values_[static_cast<std::size_t>(head / heads_.queries_per_kv_head())];
       apply_rows(rows, to, [&](const auto& y, auto& x) { wushkv::inverse_to(codec.transform(), y, x); });
       for (Index i = 0; i < n; ++i)
         if (workspace.shares[static_cast<std::size_t>(i)] == Scalar(0)) to.row(i).setZero();
@@ -645,7 +645,8 @@ class Attention {
       share = sum * factor;
     }
     to = factor * state.accumulator().row(row);
-    const Vector<Scalar>& shift = value_origins_[static_cast<std::size_t>(head / heads_.group())];
+    const Vector<Scalar>& shift =
+        value_origins_[static_cast<std::size_t>(head / heads_.queries_per_kv_head())];
     if (shift.size() > 0 && share != Scalar(1)) to += (1 - share) * shift.transpose();
     return share;
   }

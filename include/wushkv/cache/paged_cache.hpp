@@ -113,7 +113,7 @@ TokenShape token_shape(const Codec& codec) {
 /// One writer a sequence: calls on distinct sequences may run at the same time, and const calls with each
 /// other, except that `create`, `fork` and `release` must be alone. The pool must outlive the cache and may
 /// serve the caches of all layers.
-template <class KeyCodec, class ValueCodec, PageLayout Layout = TokenMajor>
+template <HeadCodec KeyCodec, HeadCodec ValueCodec, PageLayout Layout = TokenMajor>
 class PagedCache {
   using KeyScalar = typename KeyCodec::Scalar;
   using ValueScalar = typename ValueCodec::Scalar;
@@ -306,7 +306,7 @@ class PagedCache {
   }
 
  private:
-  template <class K, class V, PageLayout L>
+  template <HeadCodec K, HeadCodec V, PageLayout L>
   friend class SequenceSnapshot;
 
   // 16 KB of stack a side: a decode step's token of 16 KV heads of 128.
@@ -538,9 +538,9 @@ class PagedCache {
   void write(Window& window, Index token, const KeyScalar* k, const ValueScalar* v) {
     for (Index h = 0; h < kv_heads(); ++h) {
       for (Index i = 0; i < key_dim(); ++i)
-        window.key(h, token)[i] = detail::store<BFloat16>(k[h * key_dim() + i]);
+        window.key(h, token)[i] = saturate_cast<BFloat16>(k[h * key_dim() + i]);
       for (Index i = 0; i < value_dim(); ++i)
-        window.value(h, token)[i] = detail::store<BFloat16>(v[h * value_dim() + i]);
+        window.value(h, token)[i] = saturate_cast<BFloat16>(v[h * value_dim() + i]);
     }
   }
 

@@ -30,7 +30,7 @@ namespace wushkv {
 ///     recent keys and values u64       checksum of the payload
 ///
 /// What is restored attends bit for bit like what was saved.
-template <class KeyCodec, class ValueCodec, PageLayout Layout>
+template <HeadCodec KeyCodec, HeadCodec ValueCodec, PageLayout Layout>
 class SequenceSnapshot {
   static_assert(std::endian::native == std::endian::little,
                 "wushkv: snapshots are little-endian, and so must the machine be");
@@ -246,7 +246,7 @@ class SequenceSnapshot {
 
 /// Writes a sequence to a stream. Throws `std::invalid_argument` for a sequence that is not there,
 /// `FileError` if the stream cannot be written.
-template <class KeyCodec, class ValueCodec, PageLayout Layout>
+template <HeadCodec KeyCodec, HeadCodec ValueCodec, PageLayout Layout>
 void save_sequence(const PagedCache<KeyCodec, ValueCodec, Layout>& cache, SequenceId id, std::ostream& out) {
   SequenceSnapshot<KeyCodec, ValueCodec, Layout>::save(cache, id, out);
 }
@@ -254,7 +254,7 @@ void save_sequence(const PagedCache<KeyCodec, ValueCodec, Layout>& cache, Sequen
 /// Reads what `save_sequence` wrote as a new sequence of `cache`. Throws `FileError` for a stream that ends
 /// too soon, is damaged, or was written under other codecs, another layout or other options; `PoolExhausted`
 /// if the pages do not suffice. The cache is unchanged then. Needs the cache alone, as `create` does.
-template <class KeyCodec, class ValueCodec, PageLayout Layout>
+template <HeadCodec KeyCodec, HeadCodec ValueCodec, PageLayout Layout>
 SequenceId load_sequence(PagedCache<KeyCodec, ValueCodec, Layout>& cache, std::istream& in) {
   return SequenceSnapshot<KeyCodec, ValueCodec, Layout>::load(cache, in);
 }

@@ -2,6 +2,7 @@
 #ifndef WUSHKV_CODEC_CODEC_HPP
 #define WUSHKV_CODEC_CODEC_HPP
 
+#include <concepts>
 #include <span>
 #include <type_traits>
 #include <utility>
@@ -30,11 +31,12 @@ concept CodecParts =
 /// Chosen for parts that make no codec, to say which one is wrong in one line.
 template <class T, class Q, class R = Nearest, int GroupSize = Dynamic>
 class Codec {
+  // One bare concept an assertion, so that the compiler says which member is wrong.
   static_assert(Transform<T>,
                 "wushkv: a Codec's first part is no Transform, see transform/concept.hpp for what one needs");
-  static_assert(!Transform<T> || Quantizer<Q>,
+  static_assert(Quantizer<Q>,
                 "wushkv: a Codec's second part is no Quantizer, see quantize/concept.hpp for what one needs");
-  static_assert(!Transform<T> || !Quantizer<Q> || Rounding<R, Q>,
+  static_assert(!Quantizer<Q> || Rounding<R, Q>,
                 "wushkv: a Codec's third part is no Rounding for its quantizer, see quantize/rounding.hpp "
                 "for what one needs");
   static_assert(!Transform<T> || !Quantizer<Q> || !Rounding<R, Q> || CodecParts<T, Q, R>,
@@ -95,19 +97,21 @@ class Codec<T, Q, R, GroupSize> {
   const Q& quantizer() const { return quantizer_; }
   const R& rounding() const { return rounding_; }
 
-  /// Encodes one token `x`, a column of `head_dim` values, to `codes` (`head_dim`) and `params` (`groups`).
-  /// Allocates nothing if the transform and rounding do not. Throws `std::invalid_argument` for a wrong
-  /// shape, a value that is not finite, or one that overflows when transformed; nothing is written then.
+  /// Encodes one token `x`, a column of `head_dim` values, any expression, to `codes` (`head_dim`) and
+  /// `params` (`groups`). Allocates nothing if the transform and rounding do not. Throws
+  /// `std::invalid_argument` for a wrong shape, a value that is not finite, or one that overflows when
+  /// transformed; nothing is written then.
   template <class X>
   void encode(const Eigen::MatrixBase<X>& x, std::span<Code> codes, std::span<Params> params) const {
     static_assert(is_token_v<X>, "wushkv: encode to spans takes one token, a column");
     detail::check_shape("Codec: x", x, head_dim(), 1);
     check_token_spans(codes.size(), params.size());
-    detail::check_finite("Codec: x", x);
-    detail::Scratch<Scalar> scratch(head_dim());
-    Eigen::Map<Vector<Scalar, dim_at_compile_time>> y(scratch.data(), head_dim());
-    wushkv::forward_to(transform_, x.derived(), y);
-    encode_transformed(std::span<const Scalar>(scratch.data(), codes.size()), codes, params);
+    detail::Scratch<Scalar> in_scratch(head_dim()), out_scratch(head_dim());
+    Eigen::Map<Vector<Scalar>> in(in_scratch.data(), head_dim()), y(out_scratch.data(), head_dim());
+    in = x;  // in place: a strided column would make the transform allocate
+    detail::check_finite("Codec: x", in);
+    wushkv::forward_to(transform_, in, y);
+    encode_transformed(std::span<const Scalar>(y.data(), codes.size()), codes, params);
   }
 
   /// Encodes a token that is transformed already (`y = T x`); shapes and errors as for `encode`.
@@ -153,17 +157,20 @@ class Codec<T, Q, R, GroupSize> {
       y[i] = static_cast<Scalar>(quantizer_.decode(codes[i], params[i / size]));
   }
 
-  /// One token in original coordinates: `T^-1` of `decode_transformed`, to the column `x`.
+  /// One token in original coordinates: `T^-1` of `decode_transformed`, to the column `x` of `head_dim`
+  /// values. Throws `std::invalid_argument` for wrong sizes.
   template <class X>
   void decode(std::span<const Code> codes, std::span<const Params> params, X&& x) const {
+    detail::check_shape("Codec: x", x, head_dim(), 1);
     detail::Scratch<Scalar> scratch(head_dim());
     decode_transformed(codes, params,
                        std::span<Scalar>(scratch.data(), static_cast<std::size_t>(head_dim())));
-    const Eigen::Map<const Vector<Scalar, dim_at_compile_time>> y(scratch.data(), head_dim());
+    const Eigen::Map<const Vector<Scalar>> y(scratch.data(), head_dim());
     wushkv::inverse_to(transform_, y, x);
   }
 
-  /// A batch in transformed coordinates, `[tokens, head_dim]`.
+  /// A batch in transformed coordinates, `[tokens, head_dim]`. Throws `std::invalid_argument` for codes and
+  /// parameters that are not of one batch.
   Batch<Scalar, dim_at_compile_time> decode_transformed(const Encoded<Q>& encoded) const {
     const Index tokens = encoded.codes.rows();
     detail::check_shape("Codec: codes", encoded.codes, tokens, head_dim());
@@ -180,7 +187,7 @@ class Codec<T, Q, R, GroupSize> {
     return y;
   }
 
-  /// A batch in original coordinates, `[tokens, head_dim]`.
+  /// A batch in original coordinates, `[tokens, head_dim]`; errors as for `decode_transformed`.
   Batch<Scalar, dim_at_compile_time> decode(const Encoded<Q>& encoded) const {
     const Batch<Scalar, dim_at_compile_time> y = decode_transformed(encoded);
     Batch<Scalar, dim_at_compile_time> x(y.rows(), head_dim());
@@ -188,7 +195,8 @@ class Codec<T, Q, R, GroupSize> {
     return x;
   }
 
-  /// What comes back of a batch `[tokens, head_dim]` once it has been through the cache.
+  /// What comes back of a batch `[tokens, head_dim]` once it has been through the cache; errors as for
+  /// `encode`.
   template <class X>
   Batch<Scalar, dim_at_compile_time> reconstruct(const Eigen::MatrixBase<X>& x) const {
     return decode(encode(x));
@@ -207,6 +215,26 @@ class Codec<T, Q, R, GroupSize> {
   Q quantizer_;
   [[no_unique_address]] R rounding_;
   Index group_size_ = 0;
+};
+
+/// What the cache, attention and the measures ask of a codec; `Codec` is one, and so is a user's own type
+/// with these members.
+template <class C>
+concept HeadCodec = requires(const C& codec, const Batch<typename C::Scalar>& batch,
+                             std::span<const typename C::Scalar> y, std::span<typename C::Code> codes,
+                             std::span<typename C::Params> params,
+                             std::span<const typename C::Code> given_codes,
+                             std::span<const typename C::Params> given_params,
+                             std::span<typename C::Scalar> out) {
+  { codec.head_dim() } -> std::convertible_to<Index>;
+  { codec.group_size() } -> std::convertible_to<Index>;
+  { codec.groups() } -> std::convertible_to<Index>;
+  { codec.bits() } -> std::convertible_to<int>;
+  { codec.reconstruct(batch) } -> std::convertible_to<Batch<typename C::Scalar>>;
+  codec.encode_transformed(y, codes, params);
+  codec.decode_transformed(given_codes, given_params, out);
+  requires Transform<std::remove_cvref_t<decltype(codec.transform())>>;
+  requires Quantizer<std::remove_cvref_t<decltype(codec.quantizer())>>;
 };
 
 }  // namespace wushkv

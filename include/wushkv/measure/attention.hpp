@@ -64,9 +64,9 @@ Batch<double> attention_weights(const AttentionHeads& heads, const Eigen::Matrix
   if (head < 0 || head >= heads.query_heads)
     detail::invalid_argument("attention: head ", head, " asked for, expected 0 to ", heads.query_heads - 1);
   const Index d = heads.key_dim;
-  return detail::attention_weights(q.middleCols(head * d, d).template cast<double>().eval(),
-                                   k.middleCols(head / heads.group() * d, d).template cast<double>().eval(),
-                                   scale, options);
+  return detail::attention_weights(
+      q.middleCols(head * d, d).template cast<double>().eval(),
+      k.middleCols(head / heads.queries_per_kv_head() * d, d).template cast<double>().eval(), scale, options);
 }
 
 /// Attention over one sequence in double, `[tokens, query_heads * value_dim]`: the exact reference that
@@ -83,7 +83,7 @@ Batch<double> attention(const AttentionHeads& heads, const Eigen::MatrixBase<Q>&
   const Index dk = heads.key_dim, dv = heads.value_dim;
   Batch<double> output(q.rows(), heads.query_heads * dv);
   for (Index h = 0; h < heads.query_heads; ++h) {
-    const Index kv = h / heads.group();
+    const Index kv = h / heads.queries_per_kv_head();
     const Batch<double> weights = detail::attention_weights(queries.middleCols(h * dk, dk),
                                                             keys.middleCols(kv * dk, dk), scale, options);
     output.middleCols(h * dv, dv).noalias() = weights * values.middleCols(kv * dv, dv);

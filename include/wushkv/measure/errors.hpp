@@ -71,6 +71,7 @@ SquaredError module_error(const AttentionHeads& heads, const Eigen::MatrixBase<Q
 template <class Q, class K, class CachedK>
 double attention_kl(const AttentionHeads& heads, const Eigen::MatrixBase<Q>& q, const Eigen::MatrixBase<K>& k,
                     const Eigen::MatrixBase<CachedK>& cached_k, const AttentionOptions& options = {}) {
+  detail::check_heads(heads);
   double sum = 0;
   for (Index h = 0; h < heads.query_heads; ++h) {
     const Batch<double> p = attention_weights(heads, q, k, h, options),
