@@ -20,8 +20,8 @@ void run(benchmark::State& state, const T& transform) {
     benchmark::DoNotOptimize(y.data());
     benchmark::ClobberMemory();
   }
-  state.counters["ns/vector"] =
-      benchmark::Counter(static_cast<double>(tokens) * 1e-9,
+  state.counters["time/vector"] =
+      benchmark::Counter(static_cast<double>(tokens),
                          benchmark::Counter::kIsIterationInvariantRate | benchmark::Counter::kInvert);
 }
 

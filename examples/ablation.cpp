@@ -4,14 +4,18 @@
 // output loses when every key and value of the evaluation text has been through the cache (no BF16 windows).
 //
 //   ablation [--activations FILE] [--bits 4,3,2] [--json FILE]
+#include <algorithm>
 #include <charconv>
+#include <cstdint>
 #include <cstdio>
-#include <cstdlib>
+#include <exception>
 #include <fstream>
-#include <functional>
 #include <map>
+#include <set>
+#include <stdexcept>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "wushkv/calibrate/calibrate.hpp"
@@ -19,6 +23,10 @@
 #include "wushkv/io/safetensors.hpp"
 #include "wushkv/measure/measure.hpp"
 #include "wushkv/quantize/quantize.hpp"
+
+#ifndef WUSHKV_EXAMPLE_DATA  // set by the build
+#define WUSHKV_EXAMPLE_DATA "examples/data"
+#endif
 
 using namespace wushkv;
 
@@ -36,40 +44,47 @@ struct Layer {
   LayerStatistics statistics;
 };
 
-// Tensors are [tokens, heads, dim]: row-major, so the same numbers are [tokens, heads * dim].
-Batch<double> heads_side_by_side(const SafetensorsView& file, const std::string& name) {
-  const TensorShape shape = file.expect_shape(name, {Dynamic, Dynamic, Dynamic}).shape();
-  const Batch<double> rows = file.matrix<double>(name);
-  return Eigen::Map<const Batch<double>>(rows.data(), shape[0], shape[1] * shape[2]);
+// Tensors are [tokens, heads, dim]; the library takes heads side by side. A file that does not fit says so
+// with its layer.
+Sequence load_sequence(const SafetensorsView& file, const std::string& prefix, const AttentionHeads& heads) {
+  file.expect_shape(prefix + ".q", {Dynamic, heads.query_heads, heads.key_dim});
+  file.expect_shape(prefix + ".k", {Dynamic, heads.kv_heads, heads.key_dim});
+  file.expect_shape(prefix + ".v", {Dynamic, heads.kv_heads, heads.value_dim});
+  return {file.token_matrix<double>(prefix + ".q"), file.token_matrix<double>(prefix + ".k"),
+          file.token_matrix<double>(prefix + ".v")};
 }
 
-Sequence load_sequence(const SafetensorsView& file, const std::string& prefix) {
-  return {heads_side_by_side(file, prefix + ".q"), heads_side_by_side(file, prefix + ".k"),
-          heads_side_by_side(file, prefix + ".v")};
+Layer load_layer(const SafetensorsView& file, int number) {
+  const std::string l = std::to_string(number);
+  const TensorShape w_o = file.expect_shape(l + ".w_o", {Dynamic, Dynamic, Dynamic}).shape();
+  const TensorShape k = file.expect_shape(l + ".calibration.k", {Dynamic, Dynamic, Dynamic}).shape();
+  const AttentionHeads heads{w_o[0], k[1], k[2], w_o[1]};
+  Layer layer{number,
+              heads,
+              load_sequence(file, l + ".calibration", heads),
+              load_sequence(file, l + ".evaluation", heads),
+              file.matrix<double>(l + ".w_o"),
+              LayerStatistics(heads)};
+  try {
+    layer.statistics.set_output_projection(layer.w_o);
+    layer.statistics.add(layer.calibration.q, layer.calibration.k, layer.calibration.v);
+  } catch (const std::invalid_argument& error) {
+    throw FileError("ablation: layer " + l + ": " + error.what());
+  }
+  return layer;
 }
 
 std::vector<Layer> load_layers(const std::string& path) {
   const SafetensorsFile file(path);
-  std::map<int, bool> numbers;
-  for (const std::string& name : file.names())
-    if (name.ends_with(".w_o")) numbers[std::atoi(name.c_str())] = true;
-  std::vector<Layer> layers;
-  for (const auto& [number, present] : numbers) {
-    const std::string l = std::to_string(number);
-    const TensorShape q = file.tensor(l + ".calibration.q").shape(),
-                      v = file.tensor(l + ".calibration.v").shape();
-    const AttentionHeads heads{q[1], v[1], q[2], v[2]};
-    Layer layer{number,
-                heads,
-                load_sequence(file, l + ".calibration"),
-                load_sequence(file, l + ".evaluation"),
-                file.matrix<double>(l + ".w_o", {heads.query_heads, heads.value_dim, Dynamic}),
-                LayerStatistics(heads)};
-    layer.statistics.set_output_projection(layer.w_o);
-    layer.statistics.add(layer.calibration.q, layer.calibration.k, layer.calibration.v);
-    layers.push_back(std::move(layer));
+  std::set<int> numbers;
+  for (const std::string& name : file.names()) {
+    int number = 0;
+    const auto [end, error] = std::from_chars(name.data(), name.data() + name.size(), number);
+    if (error == std::errc() && std::string_view(end) == ".w_o") numbers.insert(number);
   }
-  if (layers.empty()) throw FileError("ablation: " + path + " has no tensors L.w_o, expected one a layer");
+  if (numbers.empty()) throw FileError("ablation: " + path + " has no tensors L.w_o, expected one a layer");
+  std::vector<Layer> layers;
+  for (const int number : numbers) layers.push_back(load_layer(file, number));
   return layers;
 }
 
@@ -87,43 +102,49 @@ Batch<double> through_cache(const std::vector<BlockTransform>& transforms, const
   return cached;
 }
 
+enum class QuantizerKind { Quest, LloydMax, MinMax, Percentile };
+
 template <class Q>
-double layer_error(const Layer& layer, const BuildOptions& options, const Q& key_quantizer,
+double layer_error(const Layer& layer, const LayerTransforms& transforms, const Q& key_quantizer,
                    const Q& value_quantizer) {
-  const LayerTransforms transforms = build_transforms(layer.statistics, options);
   const Sequence& x = layer.evaluation;
   return module_error(layer.heads, x.q, x.k, x.v, through_cache(transforms.keys, key_quantizer, x.k),
                       through_cache(transforms.values, value_quantizer, x.v), layer.w_o)
       .relative();
 }
 
-double quantized_error(const Layer& layer, const BuildOptions& options, std::string_view quantizer,
-                       int bits) {
+double quantized_error(const Layer& layer, const LayerTransforms& transforms, QuantizerKind kind, int bits) {
   using Affine = wushkv::Affine<double>;
-  if (quantizer == "quest") return layer_error(layer, options, Quest<double>(bits), Quest<double>(bits));
-  if (quantizer == "lloyd")
-    return layer_error(layer, options, LloydMax<double>(bits), LloydMax<double>(bits));
-  if (quantizer == "minmax") return layer_error(layer, options, Affine::min_max(bits), Affine::min_max(bits));
-  return layer_error(layer, options, Affine::percentile(oscar_key_percentile, bits),
+  switch (kind) {
+    case QuantizerKind::Quest:
+      return layer_error(layer, transforms, Quest<double>(bits), Quest<double>(bits));
+    case QuantizerKind::LloydMax:
+      return layer_error(layer, transforms, LloydMax<double>(bits), LloydMax<double>(bits));
+    case QuantizerKind::MinMax:
+      return layer_error(layer, transforms, Affine::min_max(bits), Affine::min_max(bits));
+    case QuantizerKind::Percentile:
+      break;
+  }
+  return layer_error(layer, transforms, Affine::percentile(oscar_key_percentile, bits),
                      Affine::percentile(oscar_value_percentile, bits));
 }
 
 struct Variant {
   std::string name;
   Construction construction;
-  std::string_view quantizer;
+  QuantizerKind quantizer;
   int seeds = 1;
 };
 
 const std::vector<Variant> variants = {
-    {"none+minmax", Construction::None, "minmax"},
-    {"hadamard+quest", Construction::Hadamard, "quest"},
-    {"oscar+quest", Construction::Oscar, "quest"},
-    {"wush+quest", Construction::Wush, "quest"},
-    {"random+lloyd (TurboQuant-style)", Construction::Random, "lloyd", 8},
-    {"hadamard+percentile", Construction::Hadamard, "percentile"},
-    {"oscar+percentile", Construction::Oscar, "percentile"},
-    {"wush+percentile", Construction::Wush, "percentile"},
+    {"none+minmax", Construction::None, QuantizerKind::MinMax},
+    {"hadamard+quest", Construction::Hadamard, QuantizerKind::Quest},
+    {"oscar+quest", Construction::Oscar, QuantizerKind::Quest},
+    {"wush+quest", Construction::Wush, QuantizerKind::Quest},
+    {"random+lloyd (TurboQuant-style)", Construction::Random, QuantizerKind::LloydMax, 8},
+    {"hadamard+percentile", Construction::Hadamard, QuantizerKind::Percentile},
+    {"oscar+percentile", Construction::Oscar, QuantizerKind::Percentile},
+    {"wush+percentile", Construction::Wush, QuantizerKind::Percentile},
 };
 
 struct Result {
@@ -140,7 +161,8 @@ Result run(const Variant& variant, const std::vector<Layer>& layers, int bits) {
       BuildOptions options;
       options.construction = variant.construction;
       options.seed = static_cast<std::uint64_t>(seed);
-      errors.push_back(quantized_error(layer, options, variant.quantizer, bits));
+      errors.push_back(
+          quantized_error(layer, build_transforms(layer.statistics, options), variant.quantizer, bits));
       result.layers[errors.size() - 1] += errors.back() / variant.seeds;
     }
     result.geometric_mean += geometric_mean(errors) / variant.seeds;
@@ -153,9 +175,8 @@ std::string number(double value) {
   return {text, std::to_chars(text, text + sizeof text, value).ptr};
 }
 
-void write_json(const std::string& path, const std::vector<Layer>& layers,
+void write_json(std::ofstream& out, const std::string& path, const std::vector<Layer>& layers,
                 const std::map<int, std::vector<Result>>& results) {
-  std::ofstream out(path);
   out << "{\n \"layers\": [";
   for (std::size_t l = 0; l < layers.size(); ++l) out << (l ? ", " : "") << layers[l].number;
   out << "],\n \"error\": {";
@@ -177,17 +198,23 @@ void write_json(const std::string& path, const std::vector<Layer>& layers,
 
 std::vector<int> parse_bits(const std::string& text) {
   std::vector<int> bits;
-  for (const char c : text)
-    if (c >= '1' && c <= '8')
-      bits.push_back(c - '0');
-    else if (c != ',')
+  for (std::size_t at = 0; at <= text.size(); at += 2) {
+    const bool digit = at < text.size() && text[at] >= '1' && text[at] <= '8' &&
+                       std::count(text.begin(), text.end(), text[at]) == 1;
+    if (!digit || (at + 1 < text.size() && text[at + 1] != ','))
       throw std::invalid_argument("ablation: --bits is '" + text +
-                                  "', expected numbers 1 to 8 with commas between");
+                                  "', expected different numbers 1 to 8 with commas between");
+    bits.push_back(text[at] - '0');
+    if (at + 1 == text.size()) break;
+  }
   return bits;
 }
 
 void ablation(const std::string& activations, const std::vector<int>& widths, const std::string& json) {
   const std::vector<Layer> layers = load_layers(activations);
+  std::ofstream json_file;
+  if (!json.empty()) json_file.open(json);
+  if (!json.empty() && !json_file) throw FileError("ablation: " + json + " cannot be opened for writing");
   std::printf(
       "Relative squared error of the attention module's output, every key and value quantized, one group a "
       "head\n\n");
@@ -205,7 +232,7 @@ void ablation(const std::string& activations, const std::vector<int>& widths, co
     }
     std::printf("\n");
   }
-  if (!json.empty()) write_json(json, layers, results);
+  if (!json.empty()) write_json(json_file, json, layers, results);
 }
 
 }  // namespace
@@ -220,8 +247,9 @@ int main(int argc, char** argv) {
                                : option == "--bits"      ? &bits
                                                          : nullptr;
     if (value == nullptr || i + 1 == argc) {
-      std::fputs(usage, option == "--help" ? stdout : stderr);
-      return option == "--help" ? 0 : 2;
+      const bool help = option == "--help" || option == "-h";
+      std::fputs(usage, help ? stdout : stderr);
+      return help ? 0 : 2;
     }
     *value = argv[++i];
   }

@@ -12,6 +12,7 @@
 
 #include "wushkv/codec/codec.hpp"
 #include "wushkv/measure/doctest.hpp"
+#include "wushkv/quantize/storage.hpp"
 #include "wushkv/transform/composed.hpp"
 #include "wushkv/transform/hadamard.hpp"
 
@@ -27,7 +28,7 @@ struct Ternary {
   static constexpr int bits() { return 2; }
   Params fit(const GroupView<float>& group) const {
     const float rms = std::sqrt(group.squaredNorm() / static_cast<float>(group.size()));
-    return {Eigen::half(1.224F * rms)};
+    return {saturate_cast<Eigen::half>(1.224F * rms)};  // finite, whatever the group holds
   }
   std::uint8_t encode(float x, const Params& params) const {
     const float half = static_cast<float>(params.t) / 2;

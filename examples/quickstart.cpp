@@ -6,30 +6,29 @@
 
 #include "wushkv/wushkv.hpp"
 
+#ifndef WUSHKV_EXAMPLE_DATA  // set by the build
+#define WUSHKV_EXAMPLE_DATA "examples/data"
+#endif
+
 using namespace wushkv;
 
 int main() {
   // Real queries, keys and values of a layer of SmolLM2-135M: [tokens, heads, 64], 9 query and 3 KV heads.
   const SafetensorsFile file(WUSHKV_EXAMPLE_DATA "/smollm2-activations.safetensors");
   const AttentionHeads heads{.query_heads = 9, .kv_heads = 3, .key_dim = 64, .value_dim = 64};
-  const auto read = [&](const char* name, Index tokens, Index head_count) -> Batch<float> {
-    const Batch<float> rows = file.matrix<float>(name, {tokens, head_count, 64});
-    return Eigen::Map<const Batch<float>>(rows.data(), tokens, head_count * 64);  // heads side by side
-  };
+  const auto read = [&](const char* name) { return file.token_matrix<float>(name); };  // heads side by side
   const Batch<float> w_o = file.matrix<float>("12.w_o", {9, 64, 576});
 
   // 1. Calibrate: one call a sequence.
   LayerStatistics statistics(heads);
   statistics.set_output_projection(w_o);
-  statistics.add(read("12.calibration.q", 384, 9), read("12.calibration.k", 384, 3),
-                 read("12.calibration.v", 384, 3));
+  statistics.add(read("12.calibration.q"), read("12.calibration.k"), read("12.calibration.v"));
 
   // 2. Build one transform a KV head for keys and for values.
   const LayerTransforms transforms = build_transforms(statistics, {.construction = Construction::Wush});
 
   // 3. Quantize: 2 bits and one 16-bit step a head and token, and decode again.
-  const Batch<float> q = read("12.evaluation.q", 192, 9), k = read("12.evaluation.k", 192, 3),
-                     v = read("12.evaluation.v", 192, 3);
+  const Batch<float> q = read("12.evaluation.q"), k = read("12.evaluation.k"), v = read("12.evaluation.v");
   Batch<float> cached_k(k.rows(), k.cols()), cached_v(v.rows(), v.cols());
   double bits = 0;
   for (Index h = 0; h < heads.kv_heads; ++h) {

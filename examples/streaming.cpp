@@ -8,6 +8,10 @@
 
 #include "wushkv/wushkv.hpp"
 
+#ifndef WUSHKV_EXAMPLE_DATA  // set by the build
+#define WUSHKV_EXAMPLE_DATA "examples/data"
+#endif
+
 using namespace wushkv;
 
 namespace {
@@ -17,21 +21,15 @@ const AttentionHeads heads{.query_heads = 9, .kv_heads = 3, .key_dim = 64, .valu
 using Key = Codec<Dense<float>, Quest<float, 2, Eigen::half>>;
 using Value = Codec<Dense<float>, Affine<float, 2, Eigen::half>>;
 
-// Real queries, keys and values of a layer of SmolLM2-135M, heads side by side.
-Batch<float> read(const SafetensorsFile& file, const char* name) {
-  const TensorShape shape = file.expect_shape(name, {Dynamic, Dynamic, 64}).shape();
-  const Batch<float> rows = file.matrix<float>(name);
-  return Eigen::Map<const Batch<float>>(rows.data(), shape[0], shape[1] * 64);
-}
-
 }  // namespace
 
 int main() {
+  // Real queries, keys and values of a layer of SmolLM2-135M, heads side by side.
   const SafetensorsFile file(WUSHKV_EXAMPLE_DATA "/smollm2-activations.safetensors");
+  const auto read = [&](const char* name) { return file.token_matrix<float>(name); };
   LayerStatistics statistics(heads);
   statistics.set_output_projection(file.matrix<float>("12.w_o", {9, 64, 576}));
-  statistics.add(read(file, "12.calibration.q"), read(file, "12.calibration.k"),
-                 read(file, "12.calibration.v"));
+  statistics.add(read("12.calibration.q"), read("12.calibration.k"), read("12.calibration.v"));
   const LayerTransforms transforms = build_transforms(statistics);
   std::vector<Key> keys;
   std::vector<Value> values;
@@ -49,8 +47,7 @@ int main() {
   const Attention<Key, Value> attention(heads, keys, values);
   Attention<Key, Value>::Workspace workspace;
 
-  const Batch<float> q = read(file, "12.evaluation.q"), k = read(file, "12.evaluation.k"),
-                     v = read(file, "12.evaluation.v");
+  const Batch<float> q = read("12.evaluation.q"), k = read("12.evaluation.k"), v = read("12.evaluation.v");
   const Batch<double> exact = wushkv::attention(heads, q, k, v);  // the reference, over exact keys and values
   Batch<float> output(q.rows(), q.cols());
 

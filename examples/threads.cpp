@@ -16,7 +16,7 @@ int main() {
   const AttentionHeads heads{.query_heads = 8, .kv_heads = 2, .key_dim = 128, .value_dim = 128};
   using Key = Codec<Hadamard<float>, Quest<float, 2, Eigen::half>>;
   const std::vector<Key> codecs(2, Key(Hadamard<float>(128), Quest<float, 2, Eigen::half>()));
-  PagePool pool(PagedCache<Key, Key>::page_bytes(codecs, codecs), 300);
+  PagePool pool(PagedCache<Key, Key>::page_bytes(codecs, codecs), 64);
   PagedCache<Key, Key> cache(pool, codecs, codecs);
   const Attention<Key, Key> attention(heads, codecs, codecs);
 
@@ -27,7 +27,7 @@ int main() {
         Batch<float>::NullaryExpr(rows, cols, [&](Index, Index) { return normal(generator); }));
   };
   const SequenceId sequence = cache.create();
-  const Index tokens = 16000;
+  const Index tokens = 4096;
   cache.append(sequence, random(tokens, 2 * 128), random(tokens, 2 * 128));
   const Batch<float> q = 3 * random(1, 8 * 128);  // logits about as spread as a model's
   const SequenceView view = cache.view(sequence);
