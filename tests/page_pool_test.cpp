@@ -73,7 +73,9 @@ TEST_CASE("double release and foreign pages are caught") {
 TEST_CASE("a budget in bytes, and sizes that make no pool") {
   CHECK(PagePool::of_bytes(1000, 100).pages() == 7);
   CHECK_REFUSED(PagePool::of_bytes(100, 100), "expected at least 128");
-  CHECK_REFUSED(PagePool::of_bytes(100, 0), "0 bytes");
+  CHECK_REFUSED(PagePool::of_bytes(100, 0), "page_bytes is 0");
+  CHECK_REFUSED(PagePool::of_bytes(100, std::numeric_limits<std::size_t>::max()),
+                "page_bytes is 18446744073709551615");
   CHECK_REFUSED(PagePool(0, 4), "page_bytes is 0");
   CHECK_REFUSED(PagePool(64, 0), "0 pages");
   CHECK_REFUSED(PagePool(std::numeric_limits<std::size_t>::max(), 4), "page_bytes");

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "wushkv/cache/paged_cache.hpp"
 
+#include "allocation_counter.hpp"
 #include "cache_support.hpp"
 #include "wushkv/quantize/pass_through.hpp"
 #include "wushkv/transform/identity.hpp"
@@ -124,11 +125,19 @@ TEST_CASE("several sequences in one call") {
   one_by_one.cache.append(others[0], k.topRows(20), v.topRows(20));
   one_by_one.cache.append(others[2], k.bottomRows(7), v.bottomRows(7));
   CHECK(at_once.cache.length(ids[1]) == 0);
-  // Products of 27 rows and of 20 may round differently: codes agree but at a boundary.
   for (const std::size_t i : {0U, 2U})
-    for (Index h = 0; h < heads; ++h)
-      CHECK(test::relative_difference(test::contents<true>(at_once.cache, ids[i], h),
-                                      test::contents<true>(one_by_one.cache, others[i], h)) < 1e-2);
+    CHECK(same_contents(at_once.cache, ids[i], one_by_one.cache, others[i]));
+}
+
+TEST_CASE("siblings that write their shared page in one call need a page less than writers") {
+  Fixture f({.page_tokens = 16, .sink = 0, .recent = 0, .flush = 1}, 3);
+  const SequenceId a = f.cache.create();
+  f.cache.append(a, f.k(8), f.v(8));
+  const std::vector<SequenceId> all = {a, f.cache.fork(a), f.cache.fork(a)};
+  const std::vector<Index> one_each = {1, 1, 1};
+  f.cache.append(all, one_each, f.k(3), f.v(3));
+  CHECK(f.pool.statistics().used == 3);
+  CHECK(f.pool.statistics().shared == 0);
 }
 
 TEST_CASE("any bits, groups, dimensions and layouts") {
@@ -269,7 +278,9 @@ TEST_CASE("pages behind a sliding window are given back") {
   f.cache.append(other, f.k(10), f.v(10));
   f.cache.truncate(other, 3);
   CHECK(f.cache.view(other).pages.first == 0);
-  f.cache.release_before(id, 1000);
+  CHECK_REFUSED(f.cache.release_before(id, 1000), "position is 1000, expected 0 to 100");
+  CHECK_REFUSED(f.cache.release_before(id, -1), "position is -1");
+  f.cache.release_before(id, 100);
   CHECK(f.pool.statistics().used == 1);  // the last page is not full
   f.cache.release(id);
   f.cache.release(other);
@@ -309,10 +320,22 @@ TEST_CASE("one token's append allocates nothing while the block table does not g
   const SequenceId id = f.cache.create();
   f.cache.append(id, f.k(30), f.v(30));
   const Batch<float> k = f.k(1), v = f.v(1);
-  Eigen::internal::set_is_malloc_allowed(false);
-  for (int i = 0; i < 20; ++i) f.cache.append(id, k, v);
-  Eigen::internal::set_is_malloc_allowed(true);
+  CHECK(test::allocations_of([&] {
+          for (int i = 0; i < 20; ++i) f.cache.append(id, k, v);
+        }) == 0);
   CHECK(f.cache.length(id) == 50);
+  // Quantized as they come, 128 groups a head.
+  const std::vector<test::KeyCodec> keys = test::any_key_codecs(f.random, 1, 128, 2, 1);
+  const std::vector<test::ValueCodec> values = test::any_value_codecs(f.random, 1, 128, 2, 1);
+  const CacheOptions direct{.page_tokens = 64, .sink = 0, .recent = 0, .flush = 1};
+  PagePool pool(Fixture::Cache::page_bytes(keys, values, direct), 4);
+  Fixture::Cache cache(pool, keys, values, direct);
+  const SequenceId wide = cache.create();
+  const Batch<float> token = f.random.batch<float>(1, 128);
+  cache.append(wide, token, token);
+  CHECK(test::allocations_of([&] {
+          for (int i = 0; i < 20; ++i) cache.append(wide, token, token);
+        }) == 0);
 }
 
 TEST_CASE("bad input is refused and appends nothing") {
@@ -373,7 +396,14 @@ TEST_CASE("settings that make no cache are refused") {
   CHECK_REFUSED(Cache(small, keys, values), "pool has pages of 64 bytes");
   CHECK_REFUSED(Cache(pool, keys, values, {.page_tokens = 0}), "page_tokens is 0");
   CHECK_REFUSED(Interleaved(pool, keys, values, {.page_tokens = 24}), "positive multiple of 16");
-  CHECK_REFUSED(Cache(pool, keys, values, {.sink = -1}), "sink -1");
+  CHECK_REFUSED(Cache(pool, keys, values, {.sink = -1}), "sink is -1");
   CHECK_REFUSED(Cache(pool, keys, values, {.recent = -1}), "recent -1");
   CHECK_REFUSED(Cache(pool, keys, values, {.flush = 0}), "flush 0");
+  const Index largest = std::numeric_limits<Index>::max();
+  for (const Index huge : {largest, largest / 2, Index{1} << 40}) {
+    CHECK_REFUSED(Cache(pool, keys, values, {.recent = huge}), "at most 16777216");
+    CHECK_REFUSED(Cache(pool, keys, values, {.sink = huge}), "at most 16777216");
+    CHECK_REFUSED(Cache(pool, keys, values, {.flush = huge}), "at most 16777216");
+    CHECK_REFUSED(Cache(pool, keys, values, {.page_tokens = huge}), "page_tokens");
+  }
 }

@@ -5,6 +5,9 @@
 #include <string>
 
 #include "cache_support.hpp"
+#include "wushkv/attend/attend.hpp"
+#include "wushkv/quantize/lloyd_max.hpp"
+#include "wushkv/transform/centered.hpp"
 
 using namespace wushkv;
 
@@ -79,6 +82,42 @@ TEST_CASE_TEMPLATE("a restored sequence has the same bytes, and grows the same w
       Fixture<Layout> other(options);
       CHECK(other.saved(other.restored(bytes)) == bytes);
     }
+}
+
+TEST_CASE("a restored sequence attends bit for bit alike, in another cache too") {
+  for (const CacheOptions& options : {windows, none}) {
+    Fixture<TokenMajor> f(options), other(options);
+    const SequenceId id = f.grown(45);
+    const std::string bytes = f.saved(id);
+    const SequenceId back = f.restored(bytes), elsewhere = other.restored(bytes);
+    const Attention<test::KeyCodec, test::ValueCodec> attention({4, heads, dk, dv}, f.keys, f.values);
+    Attention<test::KeyCodec, test::ValueCodec>::Workspace workspace;
+    const Vector<float> q = f.random.vector<float>(4 * dk);
+    Vector<float> first(4 * dv), second(4 * dv), third(4 * dv);
+    attention.decode(f.cache.view(id), q, first, workspace);
+    attention.decode(f.cache.view(back), q, second, workspace);
+    attention.decode(other.cache.view(elsewhere), q, third, workspace);
+    CHECK(test::identical(first, second));
+    CHECK(test::identical(first, third));
+  }
+}
+
+TEST_CASE("identity tells groups, parameters' types and means apart") {
+  test::Random random(321);
+  const Dense<float> dense = test::any_dense(random, 16);
+  const Vector<float> mean = random.vector<float>(16);
+  using Half = Quest<float, Dynamic, Eigen::half>;
+  using Brain = Quest<float, Dynamic, Eigen::bfloat16>;
+  const std::uint64_t plain = codec_identity(Codec(dense, Half(2)));
+  CHECK(codec_identity(Codec(dense, Half(2))) == plain);
+  CHECK(codec_identity(Codec(dense, Half(2), 8)) != plain);
+  CHECK(codec_identity(Codec(dense, Half(3))) != plain);
+  CHECK(codec_identity(Codec(dense, Brain(2))) != plain);
+  CHECK(codec_identity(Codec(dense, LloydMax<float, Dynamic, Eigen::half>(2))) != plain);
+  CHECK(codec_identity(Codec(Centered(dense, mean), Half(2))) != plain);
+  CHECK(codec_identity(Codec(Centered(dense, mean), Half(2))) !=
+        codec_identity(Codec(Centered(dense, Vector<float>(2 * mean)), Half(2))));
+  CHECK(codec_identity(Codec(dense, Half(2, 1.15))) == plain);  // widens what is written, not what it means
 }
 
 TEST_CASE("truncated tokens leave no trace, pages given back stay so") {

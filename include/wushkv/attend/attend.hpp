@@ -288,9 +288,12 @@ class Attention {
   }
 
   void check_options() const {
-    if (!is_finite(options_.scale))
+    // In the scalar that computes: a cap that vanishes there would divide by zero.
+    if (!is_finite(static_cast<Scalar>(options_.scale)))
       detail::invalid_argument("Attention: scale is ", options_.scale, ", expected a finite number");
-    if (!(options_.soft_cap >= 0 && is_finite(options_.soft_cap)))
+    const Scalar cap = static_cast<Scalar>(options_.soft_cap);
+    if (!(options_.soft_cap >= 0) || !is_finite(cap) ||
+        (cap < std::numeric_limits<Scalar>::min() && options_.soft_cap != 0))
       detail::invalid_argument("Attention: soft_cap is ", options_.soft_cap,
                                ", expected 0 or a positive number");
     if (options_.window < 0)
@@ -363,10 +366,17 @@ class Attention {
     detail::check_finite("Attention: an accumulator, and so the cache or state,", state.accumulator());
   }
   static void check_first(Index first) {
-    if (first < 0)
+    if (first < 0 || first > Index{1} << 60)
       detail::invalid_argument("Attention: first is ", first, ", expected the first query's position");
   }
   void check_view(const SequenceView& view) const {
+    using KeyQuantizer = std::remove_cvref_t<decltype(keys_.front().quantizer())>;
+    using ValueQuantizer = std::remove_cvref_t<decltype(values_.front().quantizer())>;
+    if (view.pages.tokens > 0 &&
+        ((param_bits_v < KeyQuantizer >> 0 && view.pages.keys.params == nullptr) ||
+         (param_bits_v < ValueQuantizer >> 0 && view.pages.values.params == nullptr)))
+      detail::invalid_argument("Attention: view.pages has ", view.pages.tokens,
+                               " tokens and a null pointer, expected parameters of keys and values");
     if (view.identity != identity_)
       detail::invalid_argument("Attention: view.identity is ", hexadecimal(view.identity), ", expected ",
                                hexadecimal(identity_),

@@ -45,8 +45,7 @@ class PagePool {
   /// `std::invalid_argument` for a size or number below 1 or too large to address; `std::bad_alloc` if there
   /// is no memory.
   PagePool(std::size_t page_bytes, std::size_t pages) {
-    if (page_bytes < 1 || page_bytes > std::numeric_limits<std::size_t>::max() / 4)
-      detail::invalid_argument("PagePool: page_bytes is ", page_bytes, ", expected at least 1");
+    check_page_bytes(page_bytes);
     if (pages < 1 || pages >= no_page)
       detail::invalid_argument("PagePool: ", pages, " pages, expected 1 to ", no_page - 1);
     page_bytes_ = (page_bytes + alignment - 1) / alignment * alignment;
@@ -62,8 +61,9 @@ class PagePool {
   /// As many pages of `page_bytes` as a budget in bytes allows. Throws `std::invalid_argument` if that is
   /// none.
   static PagePool of_bytes(std::size_t budget, std::size_t page_bytes) {
+    check_page_bytes(page_bytes);
     const std::size_t rounded = (page_bytes + alignment - 1) / alignment * alignment;
-    if (page_bytes < 1 || budget < rounded)
+    if (budget < rounded)
       detail::invalid_argument("PagePool: a budget of ", budget, " bytes holds no page of ", page_bytes,
                                " bytes, expected at least ", rounded);
     return PagePool(page_bytes, budget / rounded);
@@ -157,6 +157,12 @@ class PagePool {
   struct Free {
     void operator()(std::byte* bytes) const { ::operator delete(bytes, std::align_val_t(alignment)); }
   };
+
+  static void check_page_bytes(std::size_t page_bytes) {
+    constexpr std::size_t most = std::numeric_limits<std::size_t>::max() / 4;
+    if (page_bytes < 1 || page_bytes > most)
+      detail::invalid_argument("PagePool: page_bytes is ", page_bytes, ", expected 1 to ", most);
+  }
 
   std::size_t offset(PageId id) const {
     if (id >= references_.size()) [[unlikely]]

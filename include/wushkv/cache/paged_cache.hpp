@@ -36,7 +36,7 @@ struct CacheOptions {
 /// A sequence of a cache. Never reused: a stale one is refused.
 struct SequenceId {
   std::uint32_t slot = 0;
-  std::uint32_t generation = 0;
+  std::uint64_t generation = 0;
   friend bool operator==(const SequenceId&, const SequenceId&) = default;
 };
 
@@ -135,9 +135,6 @@ class PagedCache {
     if (pool.page_bytes() < geometry_.page_bytes())
       detail::invalid_argument("PagedCache: pool has pages of ", pool.page_bytes(),
                                " bytes, expected at least ", geometry_.page_bytes());
-    if (options.sink < 0 || options.recent < 0 || options.flush < 1)
-      detail::invalid_argument("PagedCache: sink ", options.sink, ", recent ", options.recent, ", flush ",
-                               options.flush, ", expected 0 or more, 0 or more, 1 or more");
   }
 
   PagedCache(const PagedCache&) = delete;
@@ -206,16 +203,17 @@ class PagedCache {
     detail::Scratch<ValueScalar, staged_inline> value_scratch(v.size());
     Eigen::Map<Batch<KeyScalar>> staged_keys(key_scratch.data(), k.rows(), k.cols());
     Eigen::Map<Batch<ValueScalar>> staged_values(value_scratch.data(), v.rows(), v.cols());
-    stage(keys_, options_.key_basis, k.derived(), staged_keys);
-    stage(values_, options_.value_basis, v.derived(), staged_values);
+    stage(keys_, options_.key_basis, k.derived(), counts, staged_keys);
+    stage(values_, options_.value_basis, v.derived(), counts, staged_values);
     if (!all_finite(staged_keys) || !all_finite(staged_values))
       return CacheStatus::invalid(
           "append: a transformed value is not finite, the token overflows its transform's scalar");
+    EncodeScratch scratch(*this);
     if (CacheStatus status = take_pages(ids, counts); !status) return status;
     Index row = 0;
     for (std::size_t i = 0; i < ids.size(); ++i)
       for (Index end = row + counts[i]; row < end; ++row)
-        push(*find(ids[i]), staged_keys.row(row).data(), staged_values.row(row).data());
+        push(*find(ids[i]), staged_keys.row(row).data(), staged_values.row(row).data(), scratch);
     return {};
   }
 
@@ -224,10 +222,11 @@ class PagedCache {
   SequenceId fork(SequenceId id) {
     const Sequence& from = checked("fork", id);
     auto copy = std::make_unique<Sequence>(from);
-    const SequenceId result = add(std::move(copy));
+    copy->pages.reserve(2 * from.pages.size());
+    reserve_slot();
     for (const PageId page : from.pages)
       if (page != no_page) pool_->share(page);
-    return result;
+    return add(std::move(copy));
   }
   CacheStatus try_fork(SequenceId id, SequenceId& result) {
     if (find(id) == nullptr) return missing("fork", id);
@@ -273,7 +272,10 @@ class PagedCache {
   /// for a sequence that is not there.
   void release_before(SequenceId id, Index position) {
     Sequence& s = checked("release_before", id);
-    const Index pages = std::min(position - options_.sink, s.quantized) / options_.page_tokens;
+    if (position < 0 || position > s.length)
+      detail::invalid_argument("release_before: position is ", position, ", expected 0 to ", s.length);
+    const Index pages =
+        std::min(std::max<Index>(0, position - options_.sink), s.quantized) / options_.page_tokens;
     for (Index p = s.first / options_.page_tokens; p < pages; ++p)
       pool_->release(std::exchange(s.pages[static_cast<std::size_t>(p)], no_page));
     s.first = std::max(s.first, pages * options_.page_tokens);
@@ -311,6 +313,26 @@ class PagedCache {
 
   // 16 KB of stack a side: a decode step's token of 16 KV heads of 128.
   static constexpr std::size_t staged_inline = 2048;
+  // Windows have their memory from the start; far above any use, far below where sizes in bytes overflow.
+  static constexpr Index max_page_tokens = Index{1} << 20, max_window_tokens = Index{1} << 24;
+
+  /// Working memory to encode one token of one head, taken before anything is written: afterwards nothing can
+  /// fail.
+  struct EncodeScratch {
+    explicit EncodeScratch(const PagedCache& cache)
+        : k(cache.key_dim()),
+          v(cache.value_dim()),
+          key_codes(cache.key_dim()),
+          value_codes(cache.value_dim()),
+          key_params(cache.keys_.front().groups()),
+          value_params(cache.values_.front().groups()) {}
+    detail::Scratch<KeyScalar> k;
+    detail::Scratch<ValueScalar> v;
+    detail::Scratch<typename KeyCodec::Code> key_codes;
+    detail::Scratch<typename ValueCodec::Code> value_codes;
+    detail::Scratch<typename KeyCodec::Params> key_params;
+    detail::Scratch<typename ValueCodec::Params> value_params;
+  };
 
   /// BF16 tokens of all heads, `[kv_heads][capacity][dim]`.
   struct Window {
@@ -354,7 +376,7 @@ class PagedCache {
     std::vector<PageId> pages;
     Window sink, recent;
     Index recent_begin = 0;
-    std::uint32_t generation = 0;
+    std::uint64_t generation = 0;
   };
 
   /// No window to pass through: tokens are quantized as they come.
@@ -365,9 +387,16 @@ class PagedCache {
     if (keys.empty() || keys.size() != values.size())
       detail::invalid_argument("PagedCache: ", keys.size(), " key and ", values.size(),
                                " value codecs, expected one each a KV head");
-    if (options.page_tokens < 1 || options.page_tokens % Layout::lanes != 0)
+    if (options.page_tokens < 1 || options.page_tokens % Layout::lanes != 0 ||
+        options.page_tokens > max_page_tokens)
       detail::invalid_argument("PagedCache: page_tokens is ", options.page_tokens,
-                               ", expected a positive multiple of ", Layout::lanes);
+                               ", expected a positive multiple of ", Layout::lanes, " up to ",
+                               max_page_tokens);
+    if (options.sink < 0 || options.recent < 0 || options.flush < 1 || options.sink > max_window_tokens ||
+        options.recent > max_window_tokens || options.flush > max_window_tokens)
+      detail::invalid_argument("PagedCache: sink is ", options.sink, ", recent ", options.recent, ", flush ",
+                               options.flush, ", expected 0 or more, 0 or more, 1 or more, and at most ",
+                               max_window_tokens, " each");
     const auto check = [](const char* side, const auto& codecs) {
       const auto& first = codecs.front();
       for (const auto& codec : codecs)
@@ -382,6 +411,11 @@ class PagedCache {
     check("value", values);
     return PageGeometry::of<Layout>(token_shape(keys.front()), token_shape(values.front()),
                                     static_cast<Index>(keys.size()), options.page_tokens);
+  }
+
+  /// Makes `add` unable to fail.
+  void reserve_slot() {
+    if (sequences_.size() == sequences_.capacity()) sequences_.reserve(2 * sequences_.size() + 8);
   }
 
   SequenceId add(std::unique_ptr<Sequence> sequence) {
@@ -450,16 +484,23 @@ class PagedCache {
     return {};
   }
 
+  /// Each sequence's rows by themselves: a product of many rows may round unlike that of few, and a token's
+  /// bytes must not depend on whom it shares a call with.
   template <class Codec, class X, class Staged>
-  static void stage(const std::vector<Codec>& codecs, Basis basis, const X& x, Staged& staged) {
+  static void stage(const std::vector<Codec>& codecs, Basis basis, const X& x, std::span<const Index> counts,
+                    Staged& staged) {
     if (basis == Basis::Transformed || x.rows() == 0) {
       staged = x;
       return;
     }
     const Index d = codecs.front().head_dim();
-    for (Index h = 0; h < static_cast<Index>(codecs.size()); ++h)
-      wushkv::forward_to(codecs[static_cast<std::size_t>(h)].transform(), x.middleCols(h * d, d),
-                         staged.middleCols(h * d, d));
+    Index row = 0;
+    for (const Index count : counts) {
+      for (Index h = 0; h < static_cast<Index>(codecs.size()) && count > 0; ++h)
+        wushkv::forward_to(codecs[static_cast<std::size_t>(h)].transform(), x.block(row, h * d, count, d),
+                           staged.block(row, h * d, count, d));
+      row += count;
+    }
   }
 
   /// Tokens that are quantized once a sequence has `length` of them, given what is quantized now.
@@ -482,13 +523,25 @@ class PagedCache {
     return need;
   }
 
+  /// Whether all other holders of a shared page copy it earlier in the same call: the last one writes in
+  /// place.
+  bool is_last_holder(std::span<const SequenceId> ids, std::span<const Index> counts, std::size_t i,
+                      PageId page) const {
+    std::uint32_t writers = 1;
+    for (std::size_t j = 0; j < i; ++j) {
+      const Sequence& other = *find(ids[j]);
+      if (!other.pages.empty() && other.pages.back() == page && need(other, counts[j]).copy) ++writers;
+    }
+    return writers == pool_->references(page);
+  }
+
   /// Takes all pages that an append will write, or none.
   CacheStatus take_pages(std::span<const SequenceId> ids, std::span<const Index> counts) {
     std::size_t total = 0;
     for (std::size_t i = 0; i < ids.size(); ++i) {
       Sequence& s = *find(ids[i]);
       const Need n = need(s, counts[i]);
-      total += n.fresh + (n.copy ? 1 : 0);
+      total += n.fresh + (n.copy && !is_last_holder(ids, counts, i, s.pages.back()) ? 1 : 0);
       if (s.pages.capacity() < s.pages.size() + n.fresh)
         s.pages.reserve(std::max(2 * s.pages.capacity(), s.pages.size() + n.fresh));
     }
@@ -508,19 +561,19 @@ class PagedCache {
       }
       for (std::size_t p = 0; p < n.fresh; ++p) s.pages.push_back(pages[at++]);
     }
-    // Between counting and copying another holder may have let go of a shared page: what was taken for its
-    // copy goes back.
+    // Another writer may have let go of a shared page since they were counted: what was taken for its copy
+    // goes back.
     while (at < total) pool_->release(pages[at++]);
     return {};
   }
 
-  void push(Sequence& s, const KeyScalar* k, const ValueScalar* v) {
+  void push(Sequence& s, const KeyScalar* k, const ValueScalar* v, EncodeScratch& scratch) {
     if (s.length < options_.sink) {
       write(s.sink, s.length, k, v);
       ++s.length;
     } else if (direct(options_)) {
       for (Index h = 0; h < kv_heads(); ++h)
-        quantize(s, s.quantized, h, k + h * key_dim(), v + h * value_dim());
+        quantize(s, s.quantized, h, k + h * key_dim(), v + h * value_dim(), scratch);
       ++s.quantized;
       ++s.length;
     } else {
@@ -531,7 +584,7 @@ class PagedCache {
       }
       write(s.recent, s.recent_begin + waiting, k, v);
       ++s.length;
-      if (waiting + 1 == options_.recent + options_.flush) flush(s);
+      if (waiting + 1 >= options_.recent + options_.flush) flush(s, scratch);
     }
   }
 
@@ -544,51 +597,49 @@ class PagedCache {
     }
   }
 
-  void flush(Sequence& s) {
-    detail::Scratch<KeyScalar> k(key_dim());
-    detail::Scratch<ValueScalar> v(value_dim());
+  void flush(Sequence& s, EncodeScratch& scratch) {
     for (Index i = 0; i < options_.flush; ++i)
       for (Index h = 0; h < kv_heads(); ++h) {
-        std::transform(s.recent.key(h, s.recent_begin + i), s.recent.key(h, s.recent_begin + i) + key_dim(),
-                       k.data(), [](BFloat16 x) { return static_cast<KeyScalar>(x); });
-        std::transform(s.recent.value(h, s.recent_begin + i),
-                       s.recent.value(h, s.recent_begin + i) + value_dim(), v.data(),
+        const BFloat16 *const k = s.recent.key(h, s.recent_begin + i), *const v = s.recent.value(
+                                                                           h, s.recent_begin + i);
+        std::transform(k, k + key_dim(), scratch.k.data(),
+                       [](BFloat16 x) { return static_cast<KeyScalar>(x); });
+        std::transform(v, v + value_dim(), scratch.v.data(),
                        [](BFloat16 x) { return static_cast<ValueScalar>(x); });
-        quantize(s, s.quantized + i, h, k.data(), v.data());
+        quantize(s, s.quantized + i, h, scratch.k.data(), scratch.v.data(), scratch);
       }
     s.quantized += options_.flush;
     s.recent_begin += options_.flush;
   }
 
   /// Encodes one transformed token of one head into its place, where nobody looks until `quantized` says so.
-  void quantize(Sequence& s, Index token, Index head, const KeyScalar* k, const ValueScalar* v) {
+  void quantize(Sequence& s, Index token, Index head, const KeyScalar* k, const ValueScalar* v,
+                EncodeScratch& scratch) {
     std::byte* const page =
         pool_->page(s.pages[static_cast<std::size_t>(token / options_.page_tokens)]).data();
     const Index slot = token % options_.page_tokens;
-    put(keys_[static_cast<std::size_t>(head)], geometry_.keys(page, 0), page, head, slot, k);
-    put(values_[static_cast<std::size_t>(head)], geometry_.values(page, 0), page, head, slot, v);
+    put(keys_[static_cast<std::size_t>(head)], geometry_.keys(page, 0), page, head, slot, k,
+        scratch.key_codes.data(), scratch.key_params.data());
+    put(values_[static_cast<std::size_t>(head)], geometry_.values(page, 0), page, head, slot, v,
+        scratch.value_codes.data(), scratch.value_params.data());
   }
 
   template <class Codec>
   static void put(const Codec& codec, const PageSide& side, std::byte* page, Index head, Index slot,
-                  const typename Codec::Scalar* y) {
-    using Code = typename Codec::Code;
-    using Params = typename Codec::Params;
+                  const typename Codec::Scalar* y, typename Codec::Code* codes,
+                  typename Codec::Params* params) {
     const TokenShape shape = token_shape(codec);
     const auto dim = static_cast<std::size_t>(codec.head_dim()),
                groups = static_cast<std::size_t>(codec.groups());
-    detail::Scratch<Code> codes(codec.head_dim());
-    detail::Scratch<Params, 64> params(codec.groups());
-    codec.encode_transformed({y, dim}, {codes.data(), dim}, {params.data(), groups});
+    codec.encode_transformed({y, dim}, {codes, dim}, {params, groups});
     const Index row = slot / Layout::lanes, lane = slot % Layout::lanes;
     // The sides point into this page, which is writable; a view has them const.
     std::byte* const code_row =
         page + (side.codes - page) + head * side.code_head_stride + row * side.code_row_stride;
     std::byte* const param_row =
         page + (side.params - page) + head * side.param_head_stride + row * side.param_row_stride;
-    Layout::template store_codes<Code>(code_row, shape, lane, codes.data());
-    detail::store_params(param_row, shape, Layout::lanes, lane,
-                         reinterpret_cast<const std::byte*>(params.data()));
+    Layout::template store_codes<typename Codec::Code>(code_row, shape, lane, codes);
+    detail::store_params(param_row, shape, Layout::lanes, lane, reinterpret_cast<const std::byte*>(params));
   }
 
   /// Gives back the pages from number `from` on.
@@ -605,7 +656,7 @@ class PagedCache {
   PageGeometry geometry_;
   std::uint64_t identity_;
   std::vector<std::unique_ptr<Sequence>> sequences_;
-  std::uint32_t generation_ = 0;
+  std::uint64_t generation_ = 0;
 };
 
 }  // namespace wushkv

@@ -59,6 +59,7 @@ class SequenceSnapshot {
     check(cache, header, *sequence);
     std::vector<std::byte> payload = read_payload(in, header.payload);
     check_checksum(in, payload, "payload");
+    cache.reserve_slot();
     restore(cache, *sequence, payload);
     return cache.add(std::move(sequence));
   }
@@ -108,7 +109,7 @@ class SequenceSnapshot {
     s.length = header.length;
     s.quantized = header.quantized;
     s.first = header.first;
-    const std::int64_t most = std::int64_t{1} << 48;
+    const std::int64_t most = std::int64_t{1} << 40;
     const bool counts = s.length >= 0 && s.length < most && s.quantized >= 0 &&
                         s.quantized <= std::max<Index>(0, s.length - options.sink) && s.first >= 0 &&
                         s.first <= s.quantized && s.first % options.page_tokens == 0 &&
@@ -116,6 +117,11 @@ class SequenceSnapshot {
     if (!counts)
       detail::file_error("snapshot: length, quantized and first are ", header.length, ", ", header.quantized,
                          ", ", header.first, ", which no cache with these options has");
+    // Before sizes are computed from it: a table of that many pages is no cache's.
+    if (page_count(cache, s) > std::int64_t{1} << 26)
+      detail::file_error("snapshot: quantized is ", header.quantized, ", expected at most 2^26 pages");
+    const std::size_t held = static_cast<std::size_t>(page_count(cache, s) - first_page(cache, s));
+    if (held > cache.pool_->pages()) detail::raise<PoolExhausted>(cache.pool_->exhausted_message(held));
     const std::uint64_t expected = payload_bytes(cache, s);
     if (header.payload != expected)
       detail::file_error("snapshot: the payload has ", header.payload, " bytes, expected ", expected);

@@ -2,6 +2,7 @@
 #ifndef WUSHKV_CODEC_IDENTITY_HPP
 #define WUSHKV_CODEC_IDENTITY_HPP
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -61,7 +62,8 @@ void add_quantizer(Fingerprint& fingerprint, const Q& quantizer) {
     fingerprint.add(std::string_view(quantizer.identity()));
   } else {
     Vector<Scalar> group(16);
-    for (Index i = 0; i < group.size(); ++i) group[i] = static_cast<Scalar>((i * 7) % 16 - 6) / Scalar(4);
+    for (Index i = 0; i < group.size(); ++i)
+      group[i] = static_cast<Scalar>(std::sin(1.0 + static_cast<double>(i)));
     const auto params = quantizer.fit(GroupView<Scalar>(group));
     for (Scalar& x : group) x = static_cast<Scalar>(quantizer.decode(quantizer.encode(x, params), params));
     add_values(fingerprint, group.data(), group.size());

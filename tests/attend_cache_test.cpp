@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: Apache-2.0
+// Attention over a PagedCache: the reference outputs, exactly and from BF16 windows, and decoded tokens
+// against exact attention.
+#include "attention_reference.hpp"
+#include "cache_support.hpp"
+#include "wushkv/attend/attend.hpp"
+#include "wushkv/measure/attention.hpp"
+#include "wushkv/quantize/pass_through.hpp"
+#include "wushkv/transform/identity.hpp"
+
+using namespace wushkv;
+
+namespace {
+
+using Exact = Codec<Identity<float>, PassThrough<float, float>>;
+
+double through_cache(const CacheOptions& options, const AttendOptions& attend, const std::string& output) {
+  const test::AttentionReference reference;
+  const std::vector<Exact> codecs(2, Exact(Identity<float>(16), PassThrough<float, float>()));
+  PagePool pool(PagedCache<Exact, Exact>::page_bytes(codecs, codecs, options), 8);
+  PagedCache<Exact, Exact> cache(pool, codecs, codecs, options);
+  const Attention<Exact, Exact> attention(reference.heads, codecs, codecs, attend);
+  Attention<Exact, Exact>::Workspace workspace;
+  const SequenceId id = cache.create();
+  const Batch<float> q = reference.q.cast<float>(), k = reference.k.cast<float>(),
+                     v = reference.v.cast<float>();
+  Batch<float> decoded(40, 96), prefilled(40, 96);
+  for (Index t = 0; t < 40; ++t) {
+    cache.append(id, k.row(t), v.row(t));
+    Vector<float> out(96);
+    attention.decode(cache.view(id), q.row(t).transpose(), out, workspace);
+    decoded.row(t) = out.transpose();
+  }
+  attention.prefill(cache.view(id), q, prefilled, workspace);
+  const Batch<double> expected = reference.side_by_side(output);
+  return std::max(test::relative_difference(decoded, expected),
+                  test::relative_difference(prefilled, expected));
+}
+
+}  // namespace
+
+TEST_CASE("reference outputs through the cache: a float pass-through within 2e-6, BF16 windows within 1e-2") {
+  const CacheOptions quantized{.page_tokens = 16, .sink = 0, .recent = 0, .flush = 1},
+      windows{.page_tokens = 16, .sink = 4, .recent = 64};
+  for (const auto& [attend, name] : {std::pair<AttendOptions, const char*>{{}, "output"},
+                                     {{.soft_cap = 20}, "output.softcap20"},
+                                     {{.window = 8}, "output.window8"}}) {
+    CHECK(through_cache(quantized, attend, name) < 2e-6);
+    CHECK(through_cache(windows, attend, name) < 1e-2);
+  }
+}
+
+TEST_CASE("a sliding window reads nothing that was given back") {
+  test::Random random(350);
+  const std::vector<test::KeyCodec> keys = test::any_key_codecs(random, 1, 16);
+  const std::vector<test::ValueCodec> values = test::any_value_codecs(random, 1, 16);
+  const CacheOptions options{.page_tokens = 16, .sink = 0, .recent = 0, .flush = 1};
+  using Cache = PagedCache<test::KeyCodec, test::ValueCodec>;
+  PagePool pool(Cache::page_bytes(keys, values, options), 8);
+  Cache cache(pool, keys, values, options);
+  const Attention<test::KeyCodec, test::ValueCodec> sliding({2, 1, 16, 16}, keys, values, {.window = 20}),
+      whole({2, 1, 16, 16}, keys, values);
+  Attention<test::KeyCodec, test::ValueCodec>::Workspace workspace;
+  const SequenceId id = cache.create();
+  cache.append(id, random.batch<float>(90, 16), random.batch<float>(90, 16));
+  const Vector<float> q = random.vector<float>(32);
+  Vector<float> before(32), after(32);
+  sliding.decode(cache.view(id), q, before, workspace);
+  cache.release_before(id, 70);
+  sliding.decode(cache.view(id), q, after, workspace);
+  CHECK(test::identical(before, after));
+  CHECK_REFUSED(whole.decode(cache.view(id), q, after, workspace), "given back");
+}
