@@ -2,6 +2,8 @@
 #include "wushkv/quantize/affine.hpp"
 
 #include "quantizer_properties.hpp"
+#include "wushkv/quantize/lloyd_max.hpp"
+#include "wushkv/quantize/quest.hpp"
 
 using namespace wushkv;
 
@@ -94,6 +96,37 @@ TEST_CASE_TEMPLATE("a narrow group far from zero keeps the digits that the stora
     CAPTURE(width);
     CAPTURE(bits);
     CHECK((test::decoded(affine, group) - group).norm() <= std::sqrt(64.0) * allowed);
+  }
+}
+
+TEST_CASE("16-bit parameters keep narrow and tiny groups nearly as well as any pair of them could") {
+  test::Random random(34);
+  const auto error = [&](const auto& affine, const Vector<double>& group) {
+    return (test::decoded(affine, group) - group).norm() / std::sqrt(static_cast<double>(group.size()));
+  };
+  const Vector<double> normal = random.vector(64);
+  const auto half = Affine<double, Dynamic, Eigen::half>::min_max(8);
+  const auto brain = Affine<double, Dynamic, Eigen::bfloat16>::min_max(8);
+  // In units of the spread; an ideal 8-bit step leaves about 0.006.
+  CHECK(error(half, normal.array() + 100) < 0.02);
+  CHECK(error(half, normal.array() + 1000) < 0.03);
+  CHECK(error(brain, normal.array() + 100) < 0.08);
+  CHECK(error(half, 1e-4 * normal) / 1e-4 < 0.01);
+  CHECK(error(half, 1e-6 * normal) / 1e-6 < 0.1);
+  const Vector<double> constant = Vector<double>::Constant(8, 1e-7);
+  CHECK(error(Affine<double, 2, Eigen::half>::min_max(), constant) < 0.2e-7);
+  CHECK(error(Quest<double, 8, Eigen::half>(), 7e-7 * normal) / 7e-7 < 0.1);
+  CHECK(error(LloydMax<double, 8, Eigen::half>(), 2e-8 * normal) / 2e-8 < 0.2);
+}
+
+TEST_CASE("a float's zero point past its digits is not used") {
+  Vector<float> group(3);
+  group << 10000.0F, 10000.001F, 10000.0039F;
+  const auto affine = Affine<float, 2>::min_max();
+  const auto params = affine.fit(group);
+  for (std::uint8_t code = 0; code < 4; ++code) {
+    const std::uint8_t again = affine.encode(affine.decode(code, params), params);
+    CHECK(affine.decode(again, params) == affine.decode(code, params));
   }
 }
 

@@ -50,6 +50,34 @@ TEST_CASE("reference outputs through the cache: a float pass-through within 2e-6
   }
 }
 
+TEST_CASE("a mask and a window together: cached new tokens give what exact ones do") {
+  test::Random random(351);
+  const std::vector<Exact> codecs(1, Exact(Identity<float>(8), PassThrough<float, float>()));
+  const CacheOptions options{.page_tokens = 16, .sink = 0, .recent = 0, .flush = 1};
+  PagePool pool(PagedCache<Exact, Exact>::page_bytes(codecs, codecs, options), 16);
+  PagedCache<Exact, Exact> cache(pool, codecs, codecs, options);
+  Attention<Exact, Exact>::Workspace workspace;
+  for (int round = 0; round < 60; ++round) {
+    const Index past = random.pick<Index>({0, 3, 20}), n = random.integer(1, 9),
+                window = random.integer(1, 12);
+    const Attention<Exact, Exact> attention({2, 1, 8, 8}, codecs, codecs, {.window = window});
+    const Batch<float> k = random.batch<float>(past + n, 8), v = random.batch<float>(past + n, 8),
+                       q = random.batch<float>(n, 16);
+    std::vector<std::uint8_t> mask(static_cast<std::size_t>(n * n), 1);
+    if (round % 3 != 0)
+      for (Index i = 0; i < n * n; ++i)
+        mask[static_cast<std::size_t>(i)] = i % (n + 1) == 0 || random.integer(0, 1) == 1 ? 1 : 0;
+    const SequenceId id = cache.create();
+    cache.append(id, k.topRows(past), v.topRows(past));
+    Batch<float> exact(n, 16), cached(n, 16);
+    attention.prefill(cache.view(id), q, k.bottomRows(n), v.bottomRows(n), exact, workspace, mask);
+    cache.append(id, k.bottomRows(n), v.bottomRows(n));
+    attention.prefill(cache.view(id), q, cached, workspace, mask);
+    CHECK(test::relative_difference(cached, exact) < 2e-6);
+    cache.release(id);
+  }
+}
+
 TEST_CASE("a sliding window reads nothing that was given back") {
   test::Random random(350);
   const std::vector<test::KeyCodec> keys = test::any_key_codecs(random, 1, 16);

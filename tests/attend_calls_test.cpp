@@ -531,10 +531,10 @@ TEST_CASE("bad arguments are refused and nothing is written") {
   const std::vector<Eigen::bfloat16> rubbish(12 * 32 * 2, std::numeric_limits<Eigen::bfloat16>::quiet_NaN());
   SequenceView damaged = view;
   damaged.sink.keys = rubbish.data();
-  CHECK_REFUSED(attend.prefill(damaged, q, out, workspace), "so the cache or state, has a value");
+  CHECK_REFUSED(attend.prefill(damaged, q, out, workspace), "overflows) has a value");
   CHECK_REFUSED(attend.decode({&damaged, 1}, q.topRows(1), out.topRows(1), workspace), "a row's sum");
   attend.accumulate(damaged, q, 167, 0, 170, state, workspace);
-  CHECK_REFUSED(attend.finish(state, out, workspace), "a row's sum, and so the cache or state");
+  CHECK_REFUSED(attend.finish(state, out, workspace), "a row's sum (by the cache, the state");
   CHECK_REFUSED(attend.accumulate(view, q, 167, 0, 170, state, workspace), "a row's sum");
   attend.reset(state, 3);
 

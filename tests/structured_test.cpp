@@ -120,6 +120,20 @@ TEST_CASE("a user's transform that returns another shape is caught") {
   CHECK_REFUSED(forward_to(liar, batch, out), "expected 2 x 4");
 }
 
+TEST_CASE("one row read again and again is read, and not written") {
+  const Vector<double> row = Vector<double>::LinSpaced(8, 0, 7);
+  const Eigen::Map<const Batch<double>, 0, Eigen::OuterStride<>> repeated(row.data(), 4, 8,
+                                                                          Eigen::OuterStride<>(0));
+  Batch<double> y(4, 8);
+  Identity<double>(8).forward_to(repeated, y);
+  CHECK(test::identical(y, repeated));
+  forward_to(Identity<double>(8), repeated, y);
+  CHECK(test::identical(y, repeated));
+  Vector<double> target = row;
+  Eigen::Map<Batch<double>, 0, Eigen::OuterStride<>> into_one(target.data(), 4, 8, Eigen::OuterStride<>(0));
+  CHECK_REFUSED(Identity<double>(8).forward_to(y, into_one), "rows in one place");
+}
+
 TEST_CASE("overlapping rows are refused, neighbouring slices of one buffer are not") {
   Batch<double> wide = Batch<double>::Ones(5, 40);
   const Identity<double> transform(8);

@@ -256,7 +256,10 @@ class Attention {
     /// The first token that a query may see.
     Index lowest() const {
       if (window == 0) return 0;
-      return std::max<Index>(0, *std::min_element(positions, positions + queries) - window + 1);
+      // Places among the new tokens are no positions where a mask tells who sees whom: all of them may be
+      // needed.
+      return std::max<Index>(0,
+                             std::min(first, *std::min_element(positions, positions + queries) - window + 1));
     }
     bool sees(Index query, Index token) const {
       const Index among_new = token - first;
@@ -289,7 +292,8 @@ class Attention {
 
   void check_options() const {
     // In the scalar that computes: a cap that vanishes there would divide by zero.
-    if (!is_finite(static_cast<Scalar>(options_.scale)))
+    if (!is_finite(static_cast<Scalar>(options_.scale)) ||
+        (options_.scale != 0 && static_cast<Scalar>(options_.scale) == Scalar(0)))
       detail::invalid_argument("Attention: scale is ", options_.scale, ", expected a finite number");
     const Scalar cap = static_cast<Scalar>(options_.soft_cap);
     if (!(options_.soft_cap >= 0) || !is_finite(cap) ||
@@ -360,16 +364,24 @@ class Attention {
                                heads_.value_dim);
     check_sums(state);
   }
-  /// Queries are finite, so only an engine's own pages or states can bring this about.
+  /// Queries and new tokens are finite: an engine's own pages or states can bring this about, or products q .
+  /// k past the scalar's range.
   static void check_sums(const State& state) {
-    detail::check_finite("Attention: a row's sum, and so the cache or state,", state.sum());
-    detail::check_finite("Attention: an accumulator, and so the cache or state,", state.accumulator());
+    detail::check_finite("Attention: a row's sum (by the cache, the state, or a q . k that overflows)",
+                         state.sum());
+    detail::check_finite("Attention: an accumulator (by the cache, the state, or values that overflow)",
+                         state.accumulator());
   }
   static void check_first(Index first) {
     if (first < 0 || first > Index{1} << 60)
       detail::invalid_argument("Attention: first is ", first, ", expected the first query's position");
   }
   void check_view(const SequenceView& view) const {
+    constexpr Index most = Index{1} << 60;
+    for (const Index tokens : {view.sink.tokens, view.pages.tokens, view.recent.tokens})
+      if (tokens > most)
+        detail::invalid_argument("Attention: view has a part of ", tokens, " tokens, expected at most ",
+                                 most);
     using KeyQuantizer = std::remove_cvref_t<decltype(keys_.front().quantizer())>;
     using ValueQuantizer = std::remove_cvref_t<decltype(values_.front().quantizer())>;
     if (view.pages.tokens > 0 &&

@@ -399,6 +399,10 @@ class PagedCache {
                                max_window_tokens, " each");
     const auto check = [](const char* side, const auto& codecs) {
       const auto& first = codecs.front();
+      using Code = typename std::remove_cvref_t<decltype(first)>::Code;
+      if (first.bits() < 1 || first.bits() > static_cast<int>(8 * sizeof(Code)))
+        detail::invalid_argument("PagedCache: ", side, " codecs have ", first.bits(),
+                                 " bits, expected 1 to the ", 8 * sizeof(Code), " of their codes");
       for (const auto& codec : codecs)
         if (codec.head_dim() != first.head_dim() || codec.group_size() != first.group_size() ||
             codec.bits() != first.bits())

@@ -118,8 +118,8 @@ class SequenceSnapshot {
       detail::file_error("snapshot: length, quantized and first are ", header.length, ", ", header.quantized,
                          ", ", header.first, ", which no cache with these options has");
     // Before sizes are computed from it: a table of that many pages is no cache's.
-    if (page_count(cache, s) > std::int64_t{1} << 26)
-      detail::file_error("snapshot: quantized is ", header.quantized, ", expected at most 2^26 pages");
+    if (page_count(cache, s) > std::int64_t{1} << 24)
+      detail::file_error("snapshot: quantized is ", header.quantized, ", expected at most 2^24 pages");
     const std::size_t held = static_cast<std::size_t>(page_count(cache, s) - first_page(cache, s));
     if (held > cache.pool_->pages()) detail::raise<PoolExhausted>(cache.pool_->exhausted_message(held));
     const std::uint64_t expected = payload_bytes(cache, s);

@@ -39,6 +39,18 @@ using Rows = Eigen::Ref<Batch<Scalar, Dim>, 0, Eigen::OuterStride<>>;
 template <class Expression>
 inline constexpr bool is_token_v = Expression::ColsAtCompileTime == 1;
 
+namespace detail {
+
+/// One row read again and again (outer stride 0), which `Eigen::Ref` takes for rows one after the other.
+template <class Derived>
+bool repeats_a_row(const Eigen::DenseBase<Derived>& x) {
+  if constexpr ((Derived::Flags & Eigen::DirectAccessBit) != 0)
+    return x.rows() > 1 && x.derived().outerStride() == 0;
+  else
+    return false;
+}
+
+}  // namespace detail
 }  // namespace wushkv
 
 #endif  // WUSHKV_CORE_TYPES_HPP

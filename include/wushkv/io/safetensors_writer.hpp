@@ -39,6 +39,9 @@ inline std::error_code write_and_close(std::FILE* file, std::span<const std::byt
 /// Writes a new file beside `path`, then renames it: whoever opens `path` finds the old content or the new.
 inline void replace_file(const std::filesystem::path& path, std::span<const std::byte> bytes) {
   const Source source(path.string());
+  std::error_code missing;
+  if (std::filesystem::exists(path, missing) && !std::filesystem::is_regular_file(path, missing))
+    source.fail("is no regular file, and would be replaced by one");
   std::filesystem::path temporary;
   std::FILE* file = nullptr;
   errno = EEXIST;

@@ -77,9 +77,9 @@ Batch<double> attention(const AttentionHeads& heads, const Eigen::MatrixBase<Q>&
                         const AttentionOptions& options = {}) {
   detail::check_heads(heads);
   const double scale = detail::attention_scale(heads, options);
-  detail::check_sequence("attention", heads, q, k, v);
   const Batch<double> queries = q.template cast<double>(), keys = k.template cast<double>(),
                       values = v.template cast<double>();
+  detail::check_sequence("attention", heads, queries, keys, values);
   const Index dk = heads.key_dim, dv = heads.value_dim;
   Batch<double> output(q.rows(), heads.query_heads * dv);
   for (Index h = 0; h < heads.query_heads; ++h) {

@@ -35,16 +35,17 @@ template <class Exact, class Approximation>
 SquaredError squared_error(const Eigen::MatrixBase<Exact>& exact,
                            const Eigen::MatrixBase<Approximation>& approximation) {
   detail::check_shape("squared_error: approximation", approximation, exact.rows(), exact.cols());
-  detail::check_finite("squared_error: exact", exact);
-  detail::check_finite("squared_error: approximation", approximation);
-  const Batch<double> x = exact.template cast<double>();
-  return {(x - approximation.template cast<double>()).squaredNorm(), x.squaredNorm()};
+  const Batch<double> x = exact.template cast<double>(), y = approximation.template cast<double>();
+  detail::check_finite("squared_error: exact", x);
+  detail::check_finite("squared_error: approximation", y);
+  return {(x - y).squaredNorm(), x.squaredNorm()};
 }
 
 /// The error of a codec on a batch `[tokens, head_dim]` that goes through it and back.
 template <class Codec, class X>
 SquaredError reconstruction_error(const Codec& codec, const Eigen::MatrixBase<X>& x) {
-  return squared_error(x, codec.reconstruct(x));
+  const Batch<typename Codec::Scalar> data = x;  // once: an expression may be dear, or random
+  return squared_error(data, codec.reconstruct(data));
 }
 
 /// What an attention module's output loses when `k` and `v` come back from the cache as `cached_k` and
@@ -61,9 +62,9 @@ SquaredError module_error(const AttentionHeads& heads, const Eigen::MatrixBase<Q
   detail::check_heads(heads);
   detail::check_shape("module_error: w_o", w_o, heads.query_heads * heads.value_dim, w_o.cols());
   detail::check_finite("module_error: w_o", w_o);
-  const Batch<double> w = w_o.template cast<double>();
-  const Batch<double> exact = attention(heads, q, k, v, options) * w;
-  return squared_error(exact, attention(heads, q, cached_k, cached_v, options) * w);
+  const Batch<double> w = w_o.template cast<double>(), queries = q.template cast<double>();
+  const Batch<double> exact = attention(heads, queries, k, v, options) * w;
+  return squared_error(exact, attention(heads, queries, cached_k, cached_v, options) * w);
 }
 
 /// Mean over queries and heads of the Kullback-Leibler divergence, in nats, of the attention weights under
@@ -72,10 +73,12 @@ template <class Q, class K, class CachedK>
 double attention_kl(const AttentionHeads& heads, const Eigen::MatrixBase<Q>& q, const Eigen::MatrixBase<K>& k,
                     const Eigen::MatrixBase<CachedK>& cached_k, const AttentionOptions& options = {}) {
   detail::check_heads(heads);
+  const Batch<double> queries = q.template cast<double>(), keys = k.template cast<double>(),
+                      cached = cached_k.template cast<double>();
   double sum = 0;
   for (Index h = 0; h < heads.query_heads; ++h) {
-    const Batch<double> p = attention_weights(heads, q, k, h, options),
-                        r = attention_weights(heads, q, cached_k, h, options);
+    const Batch<double> p = attention_weights(heads, queries, keys, h, options),
+                        r = attention_weights(heads, queries, cached, h, options);
     // Weights too small for a double count as the smallest, so that a query is never infinitely wrong.
     const double tiny = std::numeric_limits<double>::min();
     sum += (p.array() > 0).select(p.array() * (p.array().max(tiny) / r.array().max(tiny)).log(), 0.0).sum();

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <limits>
 #include <string>
 
 #include "wushkv/core/check.hpp"
@@ -71,7 +72,10 @@ class Affine : public BitWidth<Bits> {
         static_cast<Scalar>(std::ldexp(1.0, std::min(detail::storage_digits<Storage>, scalar_digits) - 3));
     const Scalar scale = static_cast<Scalar>(plain.scale);
     const bool cut_short = static_cast<double>(scale) >= detail::storage_max<Storage>();
-    if (scale > Scalar(0) && !cut_short && std::abs(static_cast<Scalar>(plain.zero)) <= limit) [[likely]]
+    const bool denormal =
+        static_cast<double>(scale) < static_cast<double>(std::numeric_limits<Storage>::min());
+    if (scale > Scalar(0) && !cut_short && !denormal && std::abs(static_cast<Scalar>(plain.zero)) <= limit)
+        [[likely]]
       return plain;
     return best_of_others(group, low, high, plain);
   }
@@ -139,7 +143,10 @@ class Affine : public BitWidth<Bits> {
     };
     const Scalar steps = static_cast<Scalar>((1 << this->bits()) - 1),
                  scale = static_cast<Scalar>(plain.scale);
-    consider(plain.scale, static_cast<Scalar>(plain.zero));
+    // Past the scalar's own digits codes would no longer be told apart.
+    if (std::abs(static_cast<Scalar>(plain.zero)) <= static_cast<Scalar>(std::ldexp(1.0, scalar_digits - 3)))
+      consider(plain.scale, static_cast<Scalar>(plain.zero));
+    if constexpr (detail::storage_digits<Storage> <= 11) consider_wider(low, high, consider);
     // The same levels, moved so that zero is one of them: the far end of a cut range is lost, not everything
     // else.
     if (scale > Scalar(0)) consider(plain.scale, std::round(std::clamp(-low / scale, Scalar(0), steps)));
@@ -150,6 +157,30 @@ class Affine : public BitWidth<Bits> {
     if (static_cast<Scalar>(coarse) > Scalar(0))
       consider(coarse, -std::round(low / static_cast<Scalar>(coarse)));
     return best;
+  }
+
+  /// With 16-bit parameters, of all scales up to 1.5 times the ideal one, the one under which scale times
+  /// zero point, both rounded, comes nearest to the range's low end, for the width of its steps.
+  template <class Consider>
+  void consider_wider(Scalar low, Scalar high, Consider consider) const {
+    constexpr int digits = detail::storage_digits<Storage>;
+    const double from = static_cast<double>(low), steps = static_cast<double>((1 << this->bits()) - 1);
+    const double ideal = (static_cast<double>(high) - from) / steps;
+    const double base = std::max(ideal, static_cast<double>(std::numeric_limits<Storage>::denorm_min()));
+    Storage best{};
+    double least = std::numeric_limits<double>::infinity();
+    for (int k = 0; k <= 1 << (digits - 2); ++k) {
+      const Storage stored = saturate_cast<Storage>(base * (1 + std::ldexp(k, 1 - digits)));
+      const double scale = static_cast<double>(stored);
+      if (scale < ideal) continue;  // would clip the far end
+      const double shift = from + static_cast<double>(saturate_cast<Storage>(-from / scale)) * scale;
+      const double error = shift * shift + scale * scale / 12;
+      if (error < least) {
+        least = error;
+        best = stored;
+      }
+    }
+    if (static_cast<double>(best) > 0) consider(best, static_cast<Scalar>(-from / static_cast<double>(best)));
   }
 
   /// In units of the largest value, so that the squares neither overflow nor vanish.

@@ -128,7 +128,15 @@ class LloydMax : public BitWidth<Bits> {
     const double outermost = table_->level[static_cast<std::size_t>((1 << this->bits()) - 1)];
     const double limit =
         0.99 * static_cast<double>(std::numeric_limits<Scalar>::max()) / std::max(outermost, 1.0);
-    return {saturate_cast<Storage>(std::min(detail::root_mean_square<Scalar>(group), limit))};
+    const double rms = detail::root_mean_square<Scalar>(group);
+    Params params{saturate_cast<Storage>(std::min(rms, limit))};
+    // One that rounds to nothing: the least there is, unless even its innermost level is past the group's
+    // values.
+    const Storage least = std::numeric_limits<Storage>::denorm_min();
+    const double innermost = table_->level[static_cast<std::size_t>(1 << (this->bits() - 1))];
+    if (static_cast<double>(params.rms) == 0 && innermost * static_cast<double>(least) <= rms)
+      params.rms = least;
+    return params;
   }
 
   std::uint8_t encode(Scalar x, const Params& params) const {

@@ -50,9 +50,16 @@ class Quest : public BitWidth<Bits> {
     const double rms = detail::root_mean_square<Scalar>(group);
     const double alpha = widen_ * quest_alpha[static_cast<std::size_t>(this->bits() - 1)];
     const double levels = static_cast<double>((1 << this->bits()) - 1);
-    // The outermost values, levels / 2 steps out, must be finite too.
-    const double limit = static_cast<double>(std::numeric_limits<Scalar>::max()) / levels;
-    return {saturate_cast<Storage>(std::min(2 * alpha * rms / levels, limit))};
+    // The outermost values, levels / 2 steps out, must be finite too, also after the storage type has rounded
+    // up.
+    const double limit =
+        0.99 * static_cast<double>(std::numeric_limits<Scalar>::max()) * std::min(1.0, 2 / levels);
+    Params params{saturate_cast<Storage>(std::min(2 * alpha / levels * rms, limit))};
+    // A step that rounds to nothing: the least one there is, unless even its innermost value is past the
+    // group's.
+    const Storage least = std::numeric_limits<Storage>::denorm_min();
+    if (static_cast<double>(params.step) == 0 && static_cast<double>(least) / 2 <= rms) params.step = least;
+    return params;
   }
 
   std::uint8_t encode(Scalar x, const Params& params) const {

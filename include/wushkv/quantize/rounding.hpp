@@ -16,7 +16,8 @@ namespace wushkv {
 ///                 std::span<code_t<Q>> codes, std::span<typename Q::Params> params) const;
 ///
 /// for `y` and `codes` of one token (`head_dim` values) and one `params` a group, in order; `group_size`
-/// divides the length. All are valid and finite when it is called, and it must allocate nothing.
+/// divides the length. All are valid and finite when it is called; it must
+/// allocate nothing and throw nothing.
 template <class R, class Q>
 concept Rounding = Quantizer<Q> &&
     requires(const R& rounding, const Q& quantizer, std::span<const typename Q::Scalar> y, Index group_size,

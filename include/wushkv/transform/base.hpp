@@ -96,9 +96,13 @@ class TransformBase {
     } else {
       detail::check_shape("transform: x", x, x.rows(), dim);
       detail::check_sizes("transform: y", y.rows(), y.cols(), x.rows(), dim);
-      const In in(x);
-      Out out(y);
-      if (in.rows() > 0) run(in, out, kernel);
+      if (x.rows() == 0) return;
+      if (detail::repeats_a_row(y))
+        detail::invalid_argument("transform: y has rows in one place, expected a place for each");
+      if (detail::repeats_a_row(x))
+        run(In(Batch<Scalar, Dim>(x)), Out(y), kernel);
+      else
+        run(In(x), Out(y), kernel);
     }
   }
 

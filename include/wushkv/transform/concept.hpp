@@ -89,7 +89,11 @@ void apply_to(Index dim, const X& x, Y& y, Direct direct, Fallback fallback) {
     check_shape("transform: x", x, x.rows(), dim);
     check_sizes("transform: y", y.rows(), y.cols(), x.rows(), dim);
     if constexpr (!std::is_null_pointer_v<Direct>) {
-      direct(ConstRows<Scalar>(x), Rows<Scalar>(y));
+      if (repeats_a_row(y)) invalid_argument("transform: y has rows in one place, expected a place for each");
+      if (repeats_a_row(x))
+        direct(ConstRows<Scalar>(Batch<Scalar>(x)), Rows<Scalar>(y));
+      else
+        direct(ConstRows<Scalar>(x), Rows<Scalar>(y));
     } else {
       const Batch<Scalar> result = fallback(Batch<Scalar>(x));
       check_shape("transform: the result of a user's transform", result, x.rows(), dim);
