@@ -48,9 +48,7 @@ class Simulation {
         REQUIRE(cache_.quantized(entry.id) == quantized(entry.model.boundary));
         REQUIRE(cache_.block_table(entry.id).size() == entry.model.pages.size());
       }
-      if (!models_.empty()) check(pick());
-      if (i % 20 == 0)
-        for (const auto& [slot, entry] : models_) check(slot);
+      for (const auto& [slot, entry] : models_) check(slot);
     }
     for (const auto& [slot, sequence] : models_) check(slot);
     while (!models_.empty()) release(models_.begin()->first);
