@@ -3,8 +3,10 @@
 // An engine's life with the cache: prefill, decode token by token, fork for speculative drafts, roll back,
 // and save a prefix. Prints the memory it takes and the error against attention over the exact keys and
 // values.
+#include <algorithm>
 #include <cstdio>
 #include <sstream>
+#include <vector>
 
 #include "wushkv/wushkv.hpp"
 
@@ -44,20 +46,20 @@ int main() {
   const CacheOptions options{.page_tokens = 16, .sink = 8, .recent = 32, .flush = 8};
   PagePool pool(PagedCache<Key, Value>::page_bytes(keys, values, options), 64);
   PagedCache<Key, Value> cache(pool, keys, values, options);
-  const Attention<Key, Value> attention(heads, keys, values);
+  const Attention<Key, Value> attend(heads, keys, values);
   Attention<Key, Value>::Workspace workspace;
 
   const Batch<float> q = read("12.evaluation.q"), k = read("12.evaluation.k"), v = read("12.evaluation.v");
-  const Batch<double> exact = wushkv::attention(heads, q, k, v);  // the reference, over exact keys and values
-  Batch<float> output(q.rows(), q.cols());
+  const Batch<double> exact = attention(heads, q, k, v);  // the reference, over exact keys and values
+  Batch<float> output(q.rows(), heads.query_heads * heads.value_dim);
 
   // Prefill the prompt in chunks: exact attention among a chunk's tokens, the cache for what came before.
   const SequenceId sequence = cache.create();
   const Index prompt = 128, chunk = 64;
   for (Index at = 0; at < prompt; at += chunk) {
-    const auto rows = [&](const Batch<float>& x) { return x.middleRows(at, chunk); };
-    attention.prefill(cache.view(sequence), rows(q), rows(k), rows(v), output.middleRows(at, chunk),
-                      workspace);
+    const Index count = std::min(chunk, prompt - at);
+    const auto rows = [&](const Batch<float>& x) { return x.middleRows(at, count); };
+    attend.prefill(cache.view(sequence), rows(q), rows(k), rows(v), output.middleRows(at, count), workspace);
     cache.append(sequence, rows(k), rows(v));
   }
 
@@ -66,10 +68,10 @@ int main() {
   save_sequence(cache, sequence, saved);
 
   // Decode: append a token's key and value, then attend with its query.
+  Vector<float> out(output.cols());
   for (Index t = prompt; t < q.rows(); ++t) {
     cache.append(sequence, k.row(t), v.row(t));
-    Vector<float> out(q.cols());
-    attention.decode(cache.view(sequence), q.row(t).transpose(), out, workspace);
+    attend.decode(cache.view(sequence), q.row(t).transpose(), out, workspace);
     output.row(t) = out.transpose();
   }
 
@@ -89,6 +91,9 @@ int main() {
   std::printf("pages      %zu of %zu in use, %zu shared, %zu bytes each\n", pages.used, pages.pages,
               pages.shared, pages.used_bytes / pages.used);
   std::printf("quantized  %.0f bytes a token, %.3f of BF16\n", cache.bytes_per_token(), cache.compression());
+  for (const SequenceId done : {sequence, draft, restored})
+    cache.release(done);  // their pages go back to the pool
+
   const Index decoded = q.rows() - prompt;
   const double error = squared_error(exact.bottomRows(decoded), output.bottomRows(decoded)).relative();
   std::printf("error      %.4f of attention's output, squared, over the %td decoded tokens\n", error,

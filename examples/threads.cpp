@@ -3,10 +3,12 @@
 // One long sequence split over threads: each attends to a part of the tokens, and the partial states are
 // merged. The library starts no threads itself, so an engine decides how to split; states could as well come
 // from other machines.
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <random>
 #include <thread>
+#include <vector>
 
 #include "wushkv/wushkv.hpp"
 
@@ -18,7 +20,7 @@ int main() {
   const std::vector<Key> codecs(2, Key(Hadamard<float>(128), Quest<float, 2, Eigen::half>()));
   PagePool pool(PagedCache<Key, Key>::page_bytes(codecs, codecs), 64);
   PagedCache<Key, Key> cache(pool, codecs, codecs);
-  const Attention<Key, Key> attention(heads, codecs, codecs);
+  const Attention<Key, Key> attention(heads, codecs, codecs);  // const calls are safe together
 
   std::mt19937 generator(1);
   std::normal_distribution<float> normal;
@@ -28,14 +30,15 @@ int main() {
   };
   const SequenceId sequence = cache.create();
   const Index tokens = 4096;
-  cache.append(sequence, random(tokens, 2 * 128), random(tokens, 2 * 128));
+  const Batch<float> k = random(tokens, 2 * 128), v = random(tokens, 2 * 128);
+  cache.append(sequence, k, v);
   const Batch<float> q = 3 * random(1, 8 * 128);  // logits about as spread as a model's
   const SequenceView view = cache.view(sequence);
 
   // Reads are safe together; each thread has a state and a workspace of its own.
   const auto attend = [&](Index parts) {
     std::vector<Attention<Key, Key>::State> states(static_cast<std::size_t>(parts));
-    std::vector<std::thread> threads;
+    std::vector<std::jthread> threads;  // an engine keeps its threads, states and workspaces
     for (Index part = 0; part < parts; ++part)
       threads.emplace_back([&, part] {
         Attention<Key, Key>::Workspace workspace;
@@ -44,7 +47,7 @@ int main() {
         attention.accumulate(view, q, tokens - 1, tokens * part / parts, tokens * (part + 1) / parts, state,
                              workspace);
       });
-    for (std::thread& thread : threads) thread.join();
+    threads.clear();  // joins
     for (std::size_t part = 1; part < states.size(); ++part) states[0].merge(states[part]);
     Batch<float> out(1, 8 * 128);
     Attention<Key, Key>::Workspace workspace;
