@@ -3,6 +3,7 @@
 // thrown.
 #include <cstdio>
 #include <cstdlib>
+#include <sstream>
 #include <string_view>
 
 #include "wushkv/wushkv.hpp"
@@ -40,6 +41,12 @@ int main() {
   Attention<C, C>::Workspace workspace;
   Vector<float> out(64);
   attention.decode(cache.view(id), x.row(0).transpose(), out, workspace);
+  std::stringstream stream;
+  SequenceId restored;
+  if (!try_save_sequence(cache, id, stream) || !cache.try_release_before(id, 2)) return 7;
+  std::stringstream damaged(stream.str().substr(0, 100));
+  if (try_load_sequence(cache, damaged, restored).code() != CacheStatus::Code::File) return 8;
+  if (try_load_sequence(cache, stream, restored).code() != CacheStatus::Code::PoolExhausted) return 9;
   if (!out.allFinite() || !cache.try_truncate(id, 1) || !cache.try_release(id)) return 6;
   set_failure_handler(&expect_hadamard);
   const Hadamard<float> unsupported(52);

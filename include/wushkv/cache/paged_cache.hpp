@@ -270,15 +270,18 @@ class PagedCache {
   /// Gives back the pages that lie wholly before `position`, for a sliding window that has moved past them;
   /// sink and recent tokens stay. Reading those tokens is refused afterwards. Throws `std::invalid_argument`
   /// for a sequence that is not there.
-  void release_before(SequenceId id, Index position) {
-    Sequence& s = checked("release_before", id);
-    if (position < 0 || position > s.length)
-      detail::invalid_argument("release_before: position is ", position, ", expected 0 to ", s.length);
+  void release_before(SequenceId id, Index position) { try_release_before(id, position).raise_if_failed(); }
+  CacheStatus try_release_before(SequenceId id, Index position) {
+    Sequence* const s = find(id);
+    if (s == nullptr) return missing("release_before", id);
+    if (position < 0 || position > s->length)
+      return CacheStatus::invalid("release_before: position is ", position, ", expected 0 to ", s->length);
     const Index pages =
-        std::min(std::max<Index>(0, position - options_.sink), s.quantized) / options_.page_tokens;
-    for (Index p = s.first / options_.page_tokens; p < pages; ++p)
-      pool_->release(std::exchange(s.pages[static_cast<std::size_t>(p)], no_page));
-    s.first = std::max(s.first, pages * options_.page_tokens);
+        std::min(std::max<Index>(0, position - options_.sink), s->quantized) / options_.page_tokens;
+    for (Index p = s->first / options_.page_tokens; p < pages; ++p)
+      pool_->release(std::exchange(s->pages[static_cast<std::size_t>(p)], no_page));
+    s->first = std::max(s->first, pages * options_.page_tokens);
+    return {};
   }
 
   bool contains(SequenceId id) const { return find(id) != nullptr; }
@@ -450,10 +453,6 @@ class PagedCache {
       missing(what, id).raise_if_failed();
     return *s;
   }
-  Sequence& checked(const char* what, SequenceId id) {
-    return const_cast<Sequence&>(std::as_const(*this).checked(what, id));
-  }
-
   template <class K, class V>
   CacheStatus check_append(std::span<const SequenceId> ids, std::span<const Index> counts, const K& k,
                            const V& v) const {

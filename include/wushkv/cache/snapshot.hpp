@@ -39,29 +39,34 @@ class SequenceSnapshot {
   using Window = typename Cache::Window;
 
  public:
-  static void save(const Cache& cache, SequenceId id, std::ostream& out) {
-    const Sequence& s = cache.checked("save_sequence", id);
+  static CacheStatus save(const Cache& cache, SequenceId id, std::ostream& out) {
+    const Sequence* const found = cache.find(id);
+    if (found == nullptr) return Cache::missing("save_sequence", id);
+    const Sequence& s = *found;
     const std::vector<std::byte> payload = pack(cache, s);
     const Header header = describe(cache, s, payload.size());
     write(out, std::as_bytes(std::span(&header, 1)));
     write_checksum(out, std::as_bytes(std::span(&header, 1)));
     write(out, payload);
     write_checksum(out, payload);
-    if (!out.flush()) detail::file_error("snapshot: the stream cannot be written");
+    if (!out.flush()) return CacheStatus::file("snapshot: the stream cannot be written");
+    return {};
   }
 
-  static SequenceId load(Cache& cache, std::istream& in) {
+  static CacheStatus load(Cache& cache, std::istream& in, SequenceId& id) {
     Header header;
-    read(in, std::as_writable_bytes(std::span(&header, 1)), "header");
-    check_checksum(in, std::as_bytes(std::span(&header, 1)), "header");
+    const auto header_bytes = std::as_writable_bytes(std::span(&header, 1));
+    if (CacheStatus status = read_checked(in, header_bytes, "header"); !status) return status;
     auto sequence =
         std::make_unique<Sequence>(cache.kv_heads(), cache.key_dim(), cache.value_dim(), cache.options_);
-    check(cache, header, *sequence);
-    std::vector<std::byte> payload = read_payload(in, header.payload);
-    check_checksum(in, payload, "payload");
+    if (CacheStatus status = check(cache, header, *sequence); !status) return status;
+    std::vector<std::byte> payload;
+    if (CacheStatus status = read_payload(in, header.payload, payload); !status) return status;
+    if (CacheStatus status = check_checksum(in, payload, "payload"); !status) return status;
     cache.reserve_slot();
-    restore(cache, *sequence, payload);
-    return cache.add(std::move(sequence));
+    if (CacheStatus status = restore(cache, *sequence, payload); !status) return status;
+    id = cache.add(std::move(sequence));
+    return {};
   }
 
  private:
@@ -92,20 +97,22 @@ class SequenceSnapshot {
   }
 
   /// Sets the counts of `s` from the header if a cache like this one can have written it.
-  static void check(const Cache& cache, const Header& header, Sequence& s) {
+  static CacheStatus check(const Cache& cache, const Header& header, Sequence& s) {
     const CacheOptions& options = cache.options_;
     if (header.mark != magic)
-      detail::file_error("snapshot: the stream does not begin with 'wushkvSQ', expected a saved sequence");
+      return CacheStatus::file(
+          "snapshot: the stream does not begin with 'wushkvSQ', expected a saved sequence");
     if (header.version != 1 || header.reserved != 0)
-      detail::file_error("snapshot: version is ", header.version, ", expected 1");
+      return CacheStatus::file("snapshot: version is ", header.version, ", expected 1");
     if (header.identity != cache.identity())
-      detail::file_error(
+      return CacheStatus::file(
           "snapshot: it was written with other codecs or another page layout than the cache's");
     if (header.page_tokens != options.page_tokens || header.sink != options.sink ||
         header.recent != options.recent || header.flush != options.flush)
-      detail::file_error("snapshot: page_tokens, sink, recent and flush are ", header.page_tokens, ", ",
-                         header.sink, ", ", header.recent, ", ", header.flush, ", expected ",
-                         options.page_tokens, ", ", options.sink, ", ", options.recent, ", ", options.flush);
+      return CacheStatus::file("snapshot: page_tokens, sink, recent and flush are ", header.page_tokens, ", ",
+                               header.sink, ", ", header.recent, ", ", header.flush, ", expected ",
+                               options.page_tokens, ", ", options.sink, ", ", options.recent, ", ",
+                               options.flush);
     s.length = header.length;
     s.quantized = header.quantized;
     s.first = header.first;
@@ -115,16 +122,19 @@ class SequenceSnapshot {
                         s.first <= s.quantized && s.first % options.page_tokens == 0 &&
                         s.recent_tokens(options) < options.recent + options.flush;
     if (!counts)
-      detail::file_error("snapshot: length, quantized and first are ", header.length, ", ", header.quantized,
-                         ", ", header.first, ", which no cache with these options has");
+      return CacheStatus::file("snapshot: length, quantized and first are ", header.length, ", ",
+                               header.quantized, ", ", header.first,
+                               ", which no cache with these options has");
     // Before sizes are computed from it: a table of that many pages is no cache's.
     if (page_count(cache, s) > std::int64_t{1} << 24)
-      detail::file_error("snapshot: quantized is ", header.quantized, ", expected at most 2^24 pages");
+      return CacheStatus::file("snapshot: quantized is ", header.quantized, ", expected at most 2^24 pages");
     const std::size_t held = static_cast<std::size_t>(page_count(cache, s) - first_page(cache, s));
-    if (held > cache.pool_->pages()) detail::raise<PoolExhausted>(cache.pool_->exhausted_message(held));
+    if (held > cache.pool_->pages())
+      return CacheStatus::exhausted("load_sequence: ", cache.pool_->exhausted_message(held));
     const std::uint64_t expected = payload_bytes(cache, s);
     if (header.payload != expected)
-      detail::file_error("snapshot: the payload has ", header.payload, " bytes, expected ", expected);
+      return CacheStatus::file("snapshot: the payload has ", header.payload, " bytes, expected ", expected);
+    return {};
   }
 
   static Index first_page(const Cache& cache, const Sequence& s) {
@@ -193,10 +203,12 @@ class SequenceSnapshot {
       }
   }
 
-  static void restore(Cache& cache, Sequence& s, std::span<const std::byte> payload) {
+  static CacheStatus restore(Cache& cache, Sequence& s, std::span<const std::byte> payload) {
     const Index first = first_page(cache, s), count = page_count(cache, s);
     s.pages.assign(static_cast<std::size_t>(count), no_page);
-    cache.pool_->allocate(std::span(s.pages).subspan(static_cast<std::size_t>(first)));
+    const auto taken = std::span(s.pages).subspan(static_cast<std::size_t>(first));
+    if (!cache.pool_->try_allocate(taken))
+      return CacheStatus::exhausted("load_sequence: ", cache.pool_->exhausted_message(taken.size()));
     const std::byte* at = payload.data();
     const std::size_t page_bytes = cache.geometry_.page_bytes();
     for (Index p = first; p < count; ++p) {
@@ -210,6 +222,7 @@ class SequenceSnapshot {
     };
     each_window_row(cache, s.sink, 0, s.sink_tokens(cache.options_), take);
     each_window_row(cache, s.recent, 0, s.recent_tokens(cache.options_), take);
+    return {};
   }
 
   static std::uint64_t checksum(std::span<const std::byte> bytes) {
@@ -224,45 +237,62 @@ class SequenceSnapshot {
     const std::uint64_t sum = checksum(bytes);
     write(out, std::as_bytes(std::span(&sum, 1)));
   }
-  static void read(std::istream& in, std::span<std::byte> bytes, const char* what) {
+  static CacheStatus read(std::istream& in, std::span<std::byte> bytes, const char* what) {
     in.read(reinterpret_cast<char*>(bytes.data()), static_cast<std::streamsize>(bytes.size()));
-    if (in.gcount() != static_cast<std::streamsize>(bytes.size()))
-      detail::file_error("snapshot: the stream ends within the ", what, ", expected ", bytes.size(),
-                         " bytes, got ", in.gcount());
+    if (in.gcount() == static_cast<std::streamsize>(bytes.size())) return {};
+    return CacheStatus::file("snapshot: the stream ends within the ", what, ", expected ", bytes.size(),
+                             " bytes, got ", in.gcount());
+  }
+  static CacheStatus read_checked(std::istream& in, std::span<std::byte> bytes, const char* what) {
+    if (CacheStatus status = read(in, bytes, what); !status) return status;
+    return check_checksum(in, bytes, what);
   }
   /// In pieces, so that a length that no stream has does not ask for memory that no machine has.
-  static std::vector<std::byte> read_payload(std::istream& in, std::uint64_t size) {
+  static CacheStatus read_payload(std::istream& in, std::uint64_t size, std::vector<std::byte>& payload) {
     constexpr std::uint64_t piece = std::uint64_t{1} << 20;
-    std::vector<std::byte> payload;
     while (payload.size() < size) {
       const std::size_t begin = payload.size();
       payload.resize(begin + static_cast<std::size_t>(std::min(piece, size - begin)));
-      read(in, std::span(payload).subspan(begin), "payload");
+      if (CacheStatus status = read(in, std::span(payload).subspan(begin), "payload"); !status) return status;
     }
-    return payload;
+    return {};
   }
-  static void check_checksum(std::istream& in, std::span<const std::byte> bytes, const char* what) {
+  static CacheStatus check_checksum(std::istream& in, std::span<const std::byte> bytes, const char* what) {
     std::uint64_t sum = 0;
-    read(in, std::as_writable_bytes(std::span(&sum, 1)), "checksum");
-    if (sum != checksum(bytes))
-      detail::file_error("snapshot: the ", what,
-                         " does not match its checksum, the stream is damaged or no snapshot");
+    if (CacheStatus status = read(in, std::as_writable_bytes(std::span(&sum, 1)), "checksum"); !status)
+      return status;
+    if (sum == checksum(bytes)) return {};
+    return CacheStatus::file("snapshot: the ", what,
+                             " does not match its checksum, the stream is damaged or no snapshot");
   }
 };
 
 /// Writes a sequence to a stream. Throws `std::invalid_argument` for a sequence that is not there,
-/// `FileError` if the stream cannot be written.
+/// `FileError` if the stream cannot be written; `try_save_sequence` returns that as a status.
+template <HeadCodec KeyCodec, HeadCodec ValueCodec, PageLayout Layout>
+CacheStatus try_save_sequence(const PagedCache<KeyCodec, ValueCodec, Layout>& cache, SequenceId id,
+                              std::ostream& out) {
+  return SequenceSnapshot<KeyCodec, ValueCodec, Layout>::save(cache, id, out);
+}
 template <HeadCodec KeyCodec, HeadCodec ValueCodec, PageLayout Layout>
 void save_sequence(const PagedCache<KeyCodec, ValueCodec, Layout>& cache, SequenceId id, std::ostream& out) {
-  SequenceSnapshot<KeyCodec, ValueCodec, Layout>::save(cache, id, out);
+  try_save_sequence(cache, id, out).raise_if_failed();
 }
 
 /// Reads what `save_sequence` wrote as a new sequence of `cache`. Throws `FileError` for a stream that ends
 /// too soon, is damaged, or was written under other codecs, another layout or other options; `PoolExhausted`
-/// if the pages do not suffice. The cache is unchanged then. Needs the cache alone, as `create` does.
+/// if the pages do not suffice. `try_load_sequence` returns that as a status, and sets `id` only if it
+/// succeeds. The cache is unchanged after a failure. Needs the cache alone, as `create` does.
+template <HeadCodec KeyCodec, HeadCodec ValueCodec, PageLayout Layout>
+CacheStatus try_load_sequence(PagedCache<KeyCodec, ValueCodec, Layout>& cache, std::istream& in,
+                              SequenceId& id) {
+  return SequenceSnapshot<KeyCodec, ValueCodec, Layout>::load(cache, in, id);
+}
 template <HeadCodec KeyCodec, HeadCodec ValueCodec, PageLayout Layout>
 SequenceId load_sequence(PagedCache<KeyCodec, ValueCodec, Layout>& cache, std::istream& in) {
-  return SequenceSnapshot<KeyCodec, ValueCodec, Layout>::load(cache, in);
+  SequenceId id;
+  try_load_sequence(cache, in, id).raise_if_failed();
+  return id;
 }
 
 }  // namespace wushkv
