@@ -128,6 +128,7 @@ class Simulation {
   template <class Codecs>
   static Batch<float> transformed(const Codecs& codecs, const Batch<float>& x) {
     Batch<float> y(x.rows(), x.cols());
+    if (x.rows() == 0) return y;
     const Index d = codecs.front().head_dim();
     for (Index h = 0; h < heads; ++h)
       wushkv::forward_to(codecs[static_cast<std::size_t>(h)].transform(), x.middleCols(h * d, d),
