@@ -114,7 +114,7 @@ class LayerStatistics {
   /// `std::invalid_argument` for a range that is empty or outside.
   LayerStatistics slice(Index first, Index count) const {
     if (first < 0 || count < 1 || first > shape_.kv_heads - count)
-      detail::invalid_argument("slice: KV heads ", first, " to ", first + count - 1,
+      detail::invalid_argument("slice: ", count, " KV heads from ", first,
                                " asked for, expected a range within 0 to ", shape_.kv_heads - 1);
     LayerStatistics part = *this;
     part.shape_.kv_heads = count;

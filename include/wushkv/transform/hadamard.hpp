@@ -90,16 +90,14 @@ inline SquareMatrix<double> paley_two(Index order) {
 }
 
 [[noreturn]] inline void unsupported_hadamard(Index order) {
-  Index below = order - 1, above = order + 1;
+  Index below = 0, above = 0;  // 0: none
   if (order < 1) {
-    below = 0;
     above = 1;
   } else if (order > max_hadamard_order) {
     below = max_hadamard_order;
-    above = 0;
   } else {
-    while (hadamard_base(below) == 0) --below;
-    while (above <= max_hadamard_order && hadamard_base(above) == 0) ++above;
+    for (below = order - 1; hadamard_base(below) == 0;) --below;
+    for (above = order + 1; above <= max_hadamard_order && hadamard_base(above) == 0;) ++above;
     if (above > max_hadamard_order) above = 0;
   }
   invalid_argument("Hadamard: order ", order, " is not supported, the nearest are ",
