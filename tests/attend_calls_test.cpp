@@ -376,6 +376,45 @@ TEST_CASE("a sequence split into 1 to 8 parts, merged in any order") {
   MESSAGE("largest difference, relative to the largest output: " << worst);
 }
 
+TEST_CASE("a prefill with exact new tokens, its queries shared out") {
+  const Layer& l = layer();
+  test::Random random(435);
+  double worst = 0;
+  for (int round = 0; round < 30; ++round) {
+    const Index n = random.integer(2, 150), parts = random.integer(2, 5);
+    const Attend attend = l.attend({.window = random.pick<Index>({0, 50, 3})});
+    const Batch<float> q = l.q.bottomRows(n), k = l.k.topRows(n), v = l.v.topRows(n);
+    Workspace workspace;
+    Batch<float> whole = l.blank(n), out = l.blank(n);
+    attend.prefill(l.pages.view(), q, k, v, whole, workspace);
+    for (Index part = 0; part < parts; ++part) {
+      const Index begin = part * n / parts, end = (part + 1) * n / parts;
+      if (begin == end) continue;
+      Attend::State state;
+      attend.reset(state, end - begin);
+      const auto queries = q.middleRows(begin, end - begin);
+      attend.accumulate(l.pages.view(), queries, 170 + begin, 0, 170, state, workspace);
+      attend.accumulate_new(queries, k.topRows(end), v.topRows(end), 170, state, workspace);
+      attend.finish(state, out.middleRows(begin, end - begin), workspace);
+    }
+    worst = std::max(worst, test::relative_difference(out, whole));
+  }
+  CHECK(worst < 2e-6);
+  // Of the last queries a mask, as for a whole call of them.
+  const Batch<float> q = l.q.bottomRows(4), k = l.k.topRows(9), v = l.v.topRows(9);
+  const std::vector<std::uint8_t> lower = {1, 0, 0, 0, 1, 1, 0, 0, 1, 1, 1, 0, 1, 1, 1, 1};
+  const Attend attend = l.attend({});
+  Workspace workspace;
+  Batch<float> masked = l.blank(4), plain = l.blank(4);
+  for (const bool mask : {false, true}) {
+    Attend::State state;
+    attend.reset(state, 4);
+    attend.accumulate_new(q, k, v, 170, state, workspace, mask ? Attend::Mask(lower) : Attend::Mask());
+    attend.finish(state, mask ? masked : plain, workspace);
+  }
+  CHECK(test::identical(masked, plain));
+}
+
 TEST_CASE("decode allocates nothing after the first call of its size") {
   const Layer& l = layer();
   for (const Basis basis : {Basis::Original, Basis::Transformed}) {
@@ -548,6 +587,9 @@ TEST_CASE("bad arguments are refused and nothing is written") {
   CHECK_REFUSED(attend.accumulate_new(q.topRows(2), k.topRows(2), v.topRows(2), 170, state, workspace),
                 "state has 18 rows");
   CHECK_REFUSED(attend.accumulate_new(q, k, v, -2, state, workspace), "first is -2");
+  CHECK_REFUSED(attend.accumulate_new(q, k.topRows(2), v.topRows(2), 170, state, workspace),
+                "k has 2 rows, expected at least q's 3");
+  CHECK_REFUSED(attend.accumulate_new(q, k, v.topRows(2), 170, state, workspace), "v is 2 x");
   CHECK_REFUSED(attend.finish(state, out.topRows(2), workspace), "out is 2 x 96, expected 3 x 96");
   CHECK_REFUSED(attend.finish(Attend::State(17, 16), out, workspace), "state has 17 rows");
   CHECK_REFUSED(attend.finish(Attend::State(18, 15), out, workspace), "state has 18 rows of 15 values");

@@ -189,7 +189,7 @@ class Attention {
     prepare_new_tokens(k, v, workspace);
     reset(workspace.state, n);
     accumulate_cached(pass, view, 0, view.length(), workspace.state, workspace);
-    accumulate_exact(pass, workspace.state, workspace);
+    accumulate_exact(pass, n, workspace.state, workspace);
     check_sums(workspace.state);
     write_outputs(workspace.state, 0, n, out, workspace);
   }
@@ -216,17 +216,21 @@ class Attention {
     accumulate_cached(pass, view, begin, end, state, workspace);
   }
 
-  /// Adds what the n new tokens' queries see of these tokens' exact keys and values; `first` is the position
-  /// of the first of them, the length of the cache.
+  /// Adds what queries see of the new tokens' exact keys and values; `first` is the position of the first of
+  /// these, the length of the cache. The n queries are those of the last n new tokens, so that the queries of
+  /// a long prefill can be shared out to threads; the mask is of these n.
   void accumulate_new(const Queries& q, const ConstRows<Scalar>& k, const ConstRows<Scalar>& v, Index first,
                       State& state, Workspace& workspace, Mask mask = {}) const {
-    const Index n = check_new_tokens(q, k, v, mask);
+    const Index n = check_new_tokens(q, mask), earlier = k.rows() - n;
+    if (earlier < 0)
+      detail::invalid_argument("Attention: k has ", k.rows(), " rows, expected at least q's ", n);
+    check_new_keys(k, v, k.rows());
     check_state(state, n);
     check_first(first);
-    const Pass pass = make_pass(n, first, mask, 0, workspace);
+    const Pass pass = make_pass(n, first + earlier, mask, 0, workspace);
     prepare_queries(q, workspace);
     prepare_new_tokens(k, v, workspace);
-    accumulate_exact(pass, state, workspace);
+    accumulate_exact(pass, k.rows(), state, workspace);
   }
 
   /// Turns a state into outputs, `[n, query_heads * value_dim]`: adds the sink logits (which the state must
@@ -348,11 +352,14 @@ class Attention {
   Index check_new_tokens(const Queries& q, const ConstRows<Scalar>& k, const ConstRows<Scalar>& v,
                          Mask mask) const {
     const Index n = check_new_tokens(q, mask);
+    check_new_keys(k, v, n);
+    return n;
+  }
+  void check_new_keys(const ConstRows<Scalar>& k, const ConstRows<Scalar>& v, Index n) const {
     detail::check_shape("Attention: k", k, n, heads_.kv_heads * heads_.key_dim);
     detail::check_shape("Attention: v", v, n, heads_.kv_heads * heads_.value_dim);
     detail::check_finite("Attention: k", k);
     detail::check_finite("Attention: v", v);
-    return n;
   }
   void check_output(const Rows<Scalar>& out, Index n) const {
     detail::check_shape("Attention: out", out, n, heads_.query_heads * heads_.value_dim);
@@ -505,13 +512,14 @@ class Attention {
     }
   }
 
-  void accumulate_exact(const Pass& pass, State& state, Workspace& workspace) const {
-    const Index n = pass.queries;
+  /// `n` new tokens, of which the pass has the last ones' queries.
+  void accumulate_exact(const Pass& pass, Index n, State& state, Workspace& workspace) const {
+    const Index first = pass.first + pass.queries - n;
     for (Index head = 0; head < heads_.kv_heads; ++head)
       for (Index at = 0; at < n; at += tile_tokens)
         absorb(pass, head,
                make_tile(workspace.new_keys.data() + (head * n + at) * heads_.key_dim,
-                         workspace.new_values.data() + (head * n + at) * heads_.value_dim, pass.first + at,
+                         workspace.new_values.data() + (head * n + at) * heads_.value_dim, first + at,
                          std::min(tile_tokens, n - at)),
                state, workspace);
   }
