@@ -4,7 +4,9 @@
 
 // Statistics, constructions and folding (design.md, section 3).
 #include "wushkv/calibrate/build.hpp"
+#include "wushkv/calibrate/construction.hpp"
 #include "wushkv/calibrate/fold.hpp"
+#include "wushkv/calibrate/layer_transforms.hpp"
 #include "wushkv/calibrate/rotations.hpp"
 #include "wushkv/calibrate/statistics.hpp"
 #include "wushkv/calibrate/wush.hpp"
