@@ -1,0 +1,124 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/arguments.hpp"
+
+#include <algorithm>
+#include <charconv>
+#include <cstdio>
+#include <stdexcept>
+#include <utility>
+
+namespace engine {
+
+Arguments::Arguments(std::string verb, std::string summary, std::vector<std::string> positional,
+                     std::vector<Option> options)
+    : verb_(std::move(verb)),
+      summary_(std::move(summary)),
+      positional_(std::move(positional)),
+      options_(std::move(options)) {}
+
+bool Arguments::parse(const std::vector<std::string>& words) {
+  for (std::size_t i = 0; i < words.size(); ++i) {
+    const std::string& word = words[i];
+    if (word == "--help" || word == "-h") {
+      print_help();
+      return false;
+    }
+    if (word.size() < 2 || word[0] != '-') {
+      if (found_.size() == positional_.size()) refuse("'" + word + "' came, expected no more arguments");
+      found_.push_back(word);
+      continue;
+    }
+    const std::string name = word == "-o" ? "--output" : word;
+    const auto known = std::find_if(options_.begin(), options_.end(),
+                                    [&](const Option& option) { return "--" + option.name == name; });
+    if (known == options_.end()) refuse(word + " is unknown, expected one of those that --help lists");
+    if (known->value.empty()) {
+      given_.push_back({known->name, ""});
+    } else {
+      if (i + 1 == words.size()) refuse(word + " came without a value, expected " + known->value);
+      given_.push_back({known->name, words[++i]});
+    }
+  }
+  if (found_.size() < positional_.size()) refuse(positional_[found_.size()] + " is missing");
+  return true;
+}
+
+bool Arguments::given(std::string_view name) const {
+  option(name);
+  return std::any_of(given_.begin(), given_.end(), [&](const Given& g) { return g.name == name; });
+}
+
+std::string Arguments::text(std::string_view name) const {
+  std::string value = option(name).fallback;
+  for (const Given& g : given_)
+    if (g.name == name) value = g.value;
+  return value;
+}
+
+std::vector<std::string> Arguments::texts(std::string_view name) const {
+  option(name);
+  std::vector<std::string> values;
+  for (const Given& g : given_)
+    if (g.name == name) values.push_back(g.value);
+  return values;
+}
+
+std::int64_t Arguments::integer(std::string_view name, std::int64_t least, std::int64_t most) const {
+  const std::string value = text(name);
+  std::int64_t result = 0;
+  const auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), result);
+  if (error != std::errc() || end != value.data() + value.size() || result < least || result > most)
+    refuse("--" + std::string(name) + " is '" + value + "', expected a whole number from " +
+           std::to_string(least) + " to " + std::to_string(most));
+  return result;
+}
+
+double Arguments::number(std::string_view name, double least, double most) const {
+  const std::string value = text(name);
+  double result = 0;
+  const auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), result);
+  if (error != std::errc() || end != value.data() + value.size() || !(result >= least && result <= most)) {
+    char range[80];
+    std::snprintf(range, sizeof range, "%g to %g", least, most);
+    refuse("--" + std::string(name) + " is '" + value + "', expected a number from " + range);
+  }
+  return result;
+}
+
+std::vector<std::string> Arguments::list(std::string_view name) const { return split_list(text(name)); }
+
+const Option& Arguments::option(std::string_view name) const {
+  for (const Option& option : options_)
+    if (option.name == name) return option;
+  throw std::logic_error("wushkv-lm: no option " + std::string(name));
+}
+
+void Arguments::refuse(const std::string& what) const {
+  throw std::invalid_argument("wushkv-lm " + verb_ + ": " + what);
+}
+
+void Arguments::print_help() const {
+  std::string usage = "usage: wushkv-lm " + verb_;
+  for (const std::string& name : positional_) usage += " " + name;
+  std::printf("%s [options]\n\n%s\n\n", usage.c_str(), summary_.c_str());
+  for (const Option& option : options_) {
+    const std::string left = "--" + option.name + (option.value.empty() ? "" : " " + option.value);
+    std::printf("  %-24s %s", left.c_str(), option.help.c_str());
+    if (!option.fallback.empty()) std::printf(" [%s]", option.fallback.c_str());
+    std::printf("\n");
+  }
+}
+
+std::vector<std::string> split_list(std::string_view text) {
+  std::vector<std::string> parts;
+  while (true) {
+    const std::size_t comma = text.find(',');
+    const std::string_view part = text.substr(0, comma);
+    if (part.empty()) throw std::invalid_argument("wushkv-lm: a list has an empty part, expected a,b,c");
+    parts.emplace_back(part);
+    if (comma == std::string_view::npos) return parts;
+    text.remove_prefix(comma + 1);
+  }
+}
+
+}  // namespace engine

@@ -1,0 +1,121 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cstdio>
+
+#include "engine/evaluation.hpp"
+#include "engine/progress.hpp"
+#include "engine/session.hpp"
+#include "engine/transform_source.hpp"
+#include "engine/verbs.hpp"
+#include "wushkv/calibrate/build.hpp"
+#include "wushkv/io/statistics.hpp"
+#include "wushkv/io/transforms.hpp"
+
+namespace engine {
+
+void calibrate(const std::vector<std::string>& words) {
+  Arguments arguments(
+      "calibrate",
+      "Gathers the statistics that transforms are built from, in forward passes over a text or, without "
+      "one,\n"
+      "over samples of the model itself (temperature 1, min-p 0.02). Statistics of other runs can be added.",
+      {"MODEL"},
+      joined({{{"output", "FILE", "the statistics (or -o FILE)"},
+               {"text", "FILE", "calibrate on this text"},
+               {"self", "", "calibrate on the model's own samples, as without --text"},
+               {"sequences", "N", "sequences", "8"},
+               {"length", "N", "tokens of each", "1024"},
+               {"seed", "N", "of the model's own samples", "0"},
+               {"save-samples", "FILE", "write the model's own samples there, to read"},
+               {"merge", "FILE", "add these statistics too; may be given more than once"}},
+              common_options()}));
+  if (!arguments.parse(words)) return;
+  const std::string output = arguments.text("output");
+  if (output.empty()) throw std::invalid_argument("wushkv-lm calibrate: -o FILE is missing");
+  if (arguments.given("text") && arguments.given("self"))
+    throw std::invalid_argument("wushkv-lm calibrate: --text and --self came, expected one of them");
+  check_writable(output);
+  check_writable(arguments.text("json"));
+  const Index length = arguments.integer("length", 1, 1 << 30),
+              sequences = arguments.integer("sequences", 1, 1 << 20);
+
+  Session session(arguments);
+  Transformer transformer(session.model, length, session.threads);
+  std::vector<Token> tokens;
+  std::vector<std::vector<Token>> samples;
+  std::vector<std::span<const Token>> texts;
+  if (arguments.given("text")) {
+    tokens = session.tokens_of(arguments.text("text"));
+    texts = cut_texts(tokens, length, sequences);
+  } else {
+    Progress progress("sampling", static_cast<double>(length));
+    samples = own_samples(transformer, session.first_token(), sequences, length,
+                          static_cast<std::uint64_t>(arguments.integer("seed", 0, std::int64_t{1} << 40)),
+                          [&](Index) { progress.advance(); });
+    std::string readable;
+    for (const std::vector<Token>& sample : samples) {
+      texts.emplace_back(sample);
+      readable += session.tokenizer.decode(sample, true) + "\n";
+    }
+    if (arguments.given("save-samples")) write_text(arguments.text("save-samples"), readable);
+  }
+
+  Progress progress("calibrating", static_cast<double>(length * sequences));
+  std::vector<wushkv::LayerStatistics> statistics = *gather_statistics(
+      transformer, texts, [&](Index count) { progress.advance(static_cast<double>(count)); });
+  progress.clear();
+  for (const std::string& other : arguments.texts("merge")) {
+    const std::vector<wushkv::LayerStatistics> more = wushkv::load_statistics(other);
+    if (more.size() != statistics.size())
+      throw std::invalid_argument("wushkv-lm calibrate: " + other + " has " + std::to_string(more.size()) +
+                                  " layers, expected the model's " + std::to_string(statistics.size()));
+    for (std::size_t l = 0; l < statistics.size(); ++l) statistics[l].merge(more[l]);
+  }
+  wushkv::save_statistics(output, statistics);
+  const auto megabytes = static_cast<double>(peak_memory()) / 1e6;
+  std::printf("%lld tokens in %lld sequences, %zu layers, to %s in %.1f s; peak memory %.0f MB\n",
+              static_cast<long long>(statistics.front().tokens()),
+              static_cast<long long>(statistics.front().sequences()), statistics.size(), output.c_str(),
+              progress.elapsed(), megabytes);
+  write_json(arguments.text("json"), Json::object()
+                                         .set("tokens", statistics.front().tokens())
+                                         .set("sequences", statistics.front().sequences())
+                                         .set("layers", statistics.size())
+                                         .set("peak_memory_mb", megabytes));
+}
+
+void build(const std::vector<std::string>& words) {
+  Arguments arguments(
+      "build", "Makes the transforms of all layers from statistics, for any quantizer and bit width.",
+      {"STATS"},
+      {{"output", "FILE", "the transforms (or -o FILE)"},
+       {"transform", "NAME", "none, hadamard, random, pca, rotate-kv, oscar, oscar-per-head or wush", "wush"},
+       {"group", "N", "coordinates that share a scale, 0 for a whole head", "0"},
+       {"damping", "X", "of wush, relative to the mean of the diagonal", "0.01"},
+       {"exponent", "P", "of wush: 0.5 balances, 1 whitens the cache", "0.5"},
+       {"seed", "N", "of the random rotation", "0"},
+       {"json", "FILE", "write the results there as well"}});
+  if (!arguments.parse(words)) return;
+  const std::string output = arguments.text("output");
+  if (output.empty()) throw std::invalid_argument("wushkv-lm build: -o FILE is missing");
+  wushkv::BuildOptions options;
+  options.construction = wushkv::construction_from_string(arguments.text("transform"));
+  options.key_group_size = options.value_group_size = arguments.integer("group", 0, 1 << 20);
+  options.damping = arguments.number("damping", 0, 1e6);
+  options.exponent = arguments.number("exponent", 0, 1);
+  options.seed = static_cast<std::uint64_t>(arguments.integer("seed", 0, std::int64_t{1} << 62));
+  check_writable(output);
+  check_writable(arguments.text("json"));
+
+  wushkv::ModelTransforms transforms;
+  for (const wushkv::LayerStatistics& layer : wushkv::load_statistics(arguments.positional(0)))
+    transforms.layers.push_back(build_transforms(layer, options));
+  transforms.metadata = transform_metadata(options);
+  wushkv::save_transforms(output, transforms);
+  std::printf("%s transforms of %zu layers to %s\n", std::string(to_string(options.construction)).c_str(),
+              transforms.layers.size(), output.c_str());
+  write_json(arguments.text("json"), Json::object()
+                                         .set("transform", to_string(options.construction))
+                                         .set("layers", transforms.layers.size()));
+}
+
+}  // namespace engine

@@ -1,0 +1,209 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef WUSHKV_EXAMPLES_ENGINE_CODEC_CACHE_HPP
+#define WUSHKV_EXAMPLES_ENGINE_CODEC_CACHE_HPP
+
+#include <algorithm>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "engine/kv_cache.hpp"
+#include "wushkv/attend/attend.hpp"
+#include "wushkv/cache/paged_cache.hpp"
+#include "wushkv/transform/dense.hpp"
+
+namespace engine {
+
+/// The codecs of all KV heads of one layer.
+template <class Codec>
+struct LayerCodecs {
+  std::vector<Codec> keys, values;
+};
+
+/// `KvCache` over one type of codec: a pool for all layers, and a cache and an attention for each.
+template <class Quantizer>
+class CodecCache final : public KvCache {
+ public:
+  using Codec = wushkv::Codec<wushkv::Dense<float>, Quantizer>;
+  using Cache = wushkv::PagedCache<Codec, Codec>;
+  using Attention = wushkv::Attention<Codec, Codec>;
+
+  CodecCache(const wushkv::AttentionHeads& heads, std::vector<LayerCodecs<Codec>> codecs,
+             const CacheSettings& settings)
+      : heads_(heads), settings_(settings) {
+    wushkv::CacheOptions options;
+    options.sink = settings.sink;
+    options.recent = settings.recent;
+    options.flush = settings.recent > 0 ? 8 : 1;
+    options.value_basis = wushkv::Basis::Transformed;
+    wushkv::AttendOptions attend;
+    attend.new_value_basis = attend.output_basis = wushkv::Basis::Transformed;
+    std::size_t page_bytes = 1;
+    for (const LayerCodecs<Codec>& layer : codecs)
+      page_bytes = std::max(page_bytes, Cache::page_bytes(layer.keys, layer.values, options));
+    const Index pages_a_sequence = (settings.capacity + options.page_tokens - 1) / options.page_tokens;
+    pool_ = std::make_unique<wushkv::PagePool>(
+        page_bytes, static_cast<std::size_t>(std::max<Index>(1, pages_a_sequence * settings.sequences) *
+                                             static_cast<Index>(codecs.size())));
+    for (LayerCodecs<Codec>& layer : codecs)
+      layers_.push_back(std::make_unique<Layer>(*pool_, heads, std::move(layer), options, attend));
+    for (auto& layer : layers_)
+      for (Index s = 0; s < settings.sequences; ++s) layer->sequences.push_back(layer->cache.create());
+  }
+
+  Index length(Index sequence) const override {
+    return layers_.front()->cache.length(layers_.front()->sequences.at(static_cast<std::size_t>(sequence)));
+  }
+  Index capacity() const override { return settings_.capacity; }
+  void truncate(Index sequence, Index length) override {
+    for (auto& layer : layers_)
+      layer->cache.truncate(layer->sequences.at(static_cast<std::size_t>(sequence)), length);
+  }
+
+  void attend(Index layer, std::span<const Part> parts, const Batch<float>& q, const Batch<float>& k,
+              const Batch<float>& v, Batch<float>& out, Threads& threads) override {
+    Layer& l = *layers_.at(static_cast<std::size_t>(layer));
+    workspaces_.resize(static_cast<std::size_t>(threads.count()));
+    const bool exact = settings_.new_tokens == NewTokens::Exact;
+    if (!exact) append(l, parts, k, v);
+    const std::vector<Block> blocks = cut(l, parts);
+    threads.for_each(static_cast<std::int64_t>(blocks.size()), [&](std::int64_t i, int thread) {
+      attend_block(l, blocks[static_cast<std::size_t>(i)], exact, q, k, v, out,
+                   workspaces_[static_cast<std::size_t>(thread)]);
+    });
+    if (exact) append(l, parts, k, v);
+  }
+
+  CacheUsage usage() const override {
+    CacheUsage usage;
+    const std::size_t token_bf16 =
+        static_cast<std::size_t>(2 * heads_.kv_heads * (heads_.key_dim + heads_.value_dim));
+    for (const auto& layer : layers_)
+      for (const wushkv::SequenceId id : layer->sequences) {
+        const auto tokens = static_cast<std::size_t>(layer->cache.length(id));
+        usage.tokens += tokens;
+        usage.bf16_bytes += tokens * token_bf16;
+        usage.window_bytes += (tokens - static_cast<std::size_t>(layer->cache.quantized(id))) * token_bf16;
+      }
+    usage.tokens /= layers_.size();
+    usage.page_bytes = pool_->statistics().used_bytes;
+    const Layer& first = *layers_.front();
+    const auto key_dim = static_cast<double>(heads_.key_dim),
+               value_dim = static_cast<double>(heads_.value_dim);
+    usage.bits_per_element = (first.cache.key_codecs().front().bits_per_element() * key_dim +
+                              first.cache.value_codecs().front().bits_per_element() * value_dim) /
+                             (key_dim + value_dim);
+    return usage;
+  }
+
+ private:
+  struct Layer {
+    Layer(wushkv::PagePool& pool, const wushkv::AttentionHeads& heads, LayerCodecs<Codec> codecs,
+          const wushkv::CacheOptions& options, const wushkv::AttendOptions& attend)
+        : cache(pool, codecs.keys, codecs.values, options),
+          attention(heads, std::move(codecs.keys), std::move(codecs.values), attend) {}
+    Cache cache;
+    Attention attention;
+    std::vector<wushkv::SequenceId> sequences;
+  };
+  struct Workspace {
+    typename Attention::Workspace attention;
+    typename Attention::State state;
+  };
+  /// Some queries of a part: what one thread does at a time.
+  struct Block {
+    wushkv::SequenceView view;
+    Index part_row, part_tokens;  ///< the part's first row, and its rows
+    Index begin, end;             ///< of the part's queries
+  };
+
+  void append(Layer& l, std::span<const Part> parts, const Batch<float>& k, const Batch<float>& v) {
+    std::vector<wushkv::SequenceId> ids;
+    std::vector<Index> counts;
+    for (const Part& part : parts) {
+      ids.push_back(l.sequences.at(static_cast<std::size_t>(part.sequence)));
+      counts.push_back(part.tokens);
+    }
+    l.cache.append(ids, counts, k, v);
+  }
+
+  /// Later queries see more: blocks of a part come with the last ones first, so that threads end together.
+  static std::vector<Block> cut(const Layer& l, std::span<const Part> parts) {
+    constexpr Index block_queries = 128;
+    std::vector<Block> blocks;
+    Index row = 0;
+    for (const Part& part : parts) {
+      const wushkv::SequenceView view = l.cache.view(l.sequences.at(static_cast<std::size_t>(part.sequence)));
+      for (Index end = part.tokens; end > 0; end -= std::min(end, block_queries))
+        blocks.push_back({view, row, part.tokens, std::max<Index>(0, end - block_queries), end});
+      row += part.tokens;
+    }
+    return blocks;
+  }
+
+  static void attend_block(const Layer& l, const Block& block, bool exact, const Batch<float>& q,
+                           const Batch<float>& k, const Batch<float>& v, Batch<float>& out,
+                           Workspace& workspace) {
+    const Index n = block.end - block.begin, row = block.part_row + block.begin;
+    const Index cached = block.view.length(), first = exact ? cached : cached - block.part_tokens;
+    const auto queries = q.middleRows(row, n);
+    l.attention.reset(workspace.state, n);
+    l.attention.accumulate(block.view, queries, first + block.begin, 0, cached, workspace.state,
+                           workspace.attention);
+    if (exact)
+      l.attention.accumulate_new(queries, k.middleRows(block.part_row, block.end),
+                                 v.middleRows(block.part_row, block.end), first, workspace.state,
+                                 workspace.attention);
+    l.attention.finish(workspace.state, out.middleRows(row, n), workspace.attention);
+  }
+
+  wushkv::AttentionHeads heads_;
+  CacheSettings settings_;
+  std::unique_ptr<wushkv::PagePool> pool_;
+  std::vector<std::unique_ptr<Layer>> layers_;
+  std::vector<Workspace> workspaces_;
+};
+
+/// `T` of a head for the codec, in float.
+inline wushkv::Dense<float> dense_transform(const wushkv::BlockTransform& blocks) {
+  const wushkv::SquareMatrix<double> forward = wushkv::to_matrix(blocks);
+  wushkv::SquareMatrix<double> inverse = wushkv::SquareMatrix<double>::Zero(forward.rows(), forward.cols());
+  Index at = 0;
+  for (const wushkv::Dense<double>& block : blocks.blocks()) {
+    const Index d = static_cast<Index>(block.dim());
+    inverse.block(at, at, d, d) = block.inverse_matrix();
+    at += d;
+  }
+  return wushkv::Dense<double>(wushkv::MatrixPair{forward, inverse}).cast<float>();
+}
+
+/// A cache of this quantizer for keys and for values.
+template <class Quantizer>
+std::unique_ptr<KvCache> make_codec_cache(const wushkv::AttentionHeads& heads, Index layers,
+                                          const std::vector<wushkv::LayerTransforms>& transforms,
+                                          const CacheSettings& settings, const Quantizer& key_quantizer,
+                                          const Quantizer& value_quantizer) {
+  using Codec = typename CodecCache<Quantizer>::Codec;
+  const auto codec = [&](const std::vector<wushkv::BlockTransform>* side, Index head, Index dim,
+                         const Quantizer& quantizer) {
+    wushkv::Dense<float> transform =
+        side != nullptr ? dense_transform((*side)[static_cast<std::size_t>(head)])
+                        : wushkv::Dense<float>(wushkv::SquareMatrix<double>::Identity(dim, dim));
+    return Codec(std::move(transform), quantizer, settings.group_size);
+  };
+  std::vector<LayerCodecs<Codec>> codecs(static_cast<std::size_t>(layers));
+  for (std::size_t l = 0; l < codecs.size(); ++l)
+    for (Index h = 0; h < heads.kv_heads; ++h) {
+      codecs[l].keys.push_back(
+          codec(transforms.empty() ? nullptr : &transforms[l].keys, h, heads.key_dim, key_quantizer));
+      codecs[l].values.push_back(
+          codec(transforms.empty() ? nullptr : &transforms[l].values, h, heads.value_dim, value_quantizer));
+    }
+  return std::make_unique<CodecCache<Quantizer>>(heads, std::move(codecs), settings);
+}
+
+}  // namespace engine
+
+#endif  // WUSHKV_EXAMPLES_ENGINE_CODEC_CACHE_HPP

@@ -1,0 +1,214 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cstdio>
+#include <iostream>
+
+#include "engine/evaluation.hpp"
+#include "engine/progress.hpp"
+#include "engine/sampler.hpp"
+#include "engine/session.hpp"
+#include "engine/transform_source.hpp"
+#include "engine/unicode.hpp"
+#include "engine/verbs.hpp"
+
+namespace engine {
+namespace {
+
+constexpr const char* default_system = "You are a helpful AI assistant named SmolLM, trained by Hugging Face";
+
+std::span<const float> last_row(const Batch<float>& batch) {
+  return {batch.row(batch.rows() - 1).data(), static_cast<std::size_t>(batch.cols())};
+}
+
+/// One conversation, or one text, on one cache.
+class Conversation {
+ public:
+  Conversation(Transformer& transformer, const Tokenizer& tokenizer, const CachePath& path,
+               const SamplerOptions& options, Index prefill)
+      : transformer_(transformer), tokenizer_(tokenizer), path_(path), sampler_(options), prefill_(prefill) {
+    for (const char* end : {"<|im_end|>", "<|endoftext|>"})
+      if (const std::optional<Token> token = tokenizer.find(end)) ends_.push_back(*token);
+    if (tokenizer.vocabulary().eos) ends_.push_back(*tokenizer.vocabulary().eos);
+  }
+
+  /// Tokens that go before what is generated next.
+  void add(const std::vector<Token>& tokens) {
+    waiting_.insert(waiting_.end(), tokens.begin(), tokens.end());
+  }
+  bool empty() const { return waiting_.empty() && path_.cache->length(0) == 0; }
+
+  /// Continues by up to `most` tokens, to standard output as they come; returns them.
+  std::vector<Token> continue_text(Index most) {
+    std::vector<Token> generated;
+    Utf8Stream stream;
+    double begin = seconds();
+    const auto prompt = static_cast<double>(waiting_.size());
+    Token next = sampler_.sample(last_row(step()));
+    prefill_seconds_ += seconds() - begin;
+    prefill_tokens_ += prompt;
+    begin = seconds();
+    while (true) {
+      waiting_.push_back(next);
+      if (std::find(ends_.begin(), ends_.end(), next) != ends_.end()) break;
+      generated.push_back(next);
+      std::fputs(stream.push(tokenizer_.piece(next)).c_str(), stdout);
+      std::fflush(stdout);
+      if (static_cast<Index>(generated.size()) == most || room() < 2) break;
+      next = sampler_.sample(last_row(step()));
+      decode_tokens_ += 1;
+    }
+    std::printf("%s\n", stream.finish().c_str());
+    decode_seconds_ += seconds() - begin;
+    return generated;
+  }
+
+  double prefill_speed() const { return prefill_tokens_ / prefill_seconds_; }
+  double decode_speed() const { return decode_tokens_ / decode_seconds_; }
+
+ private:
+  Index room() const {
+    return std::min(path_.cache->capacity(), transformer_.context()) - path_.cache->length(0) -
+           static_cast<Index>(waiting_.size());
+  }
+
+  /// Puts what waits into the cache, `prefill_` tokens at a time; the logits after its last token.
+  Batch<float> step() {
+    if (room() < 0)
+      throw std::invalid_argument(
+          "wushkv-lm generate: the text would have " + std::to_string(path_.cache->capacity() - room()) +
+          " tokens, expected at most the context's " + std::to_string(path_.cache->capacity()));
+    Batch<float> logits;
+    const std::span<const Token> tokens(waiting_);
+    for (std::size_t begin = 0; begin < tokens.size(); begin += static_cast<std::size_t>(prefill_)) {
+      const std::span<const Token> part =
+          tokens.subspan(begin, std::min(tokens.size() - begin, static_cast<std::size_t>(prefill_)));
+      const KvCache::Part count{0, static_cast<Index>(part.size())};
+      const Batch<float>& hidden = transformer_.forward(part, {&count, 1}, path_);
+      if (begin + part.size() == tokens.size()) logits = transformer_.logits(hidden.bottomRows(1));
+    }
+    waiting_.clear();
+    return logits;
+  }
+
+  Transformer& transformer_;
+  const Tokenizer& tokenizer_;
+  CachePath path_;
+  Sampler sampler_;
+  Index prefill_;
+  std::vector<Token> ends_, waiting_;
+  double prefill_seconds_ = 0, prefill_tokens_ = 0, decode_seconds_ = 0, decode_tokens_ = 0;
+};
+
+/// A user's turn as ChatML, which llama-style SmolLM2 and Qwen3 both speak. The user's text is taken as text:
+/// no token in it can end the turn.
+void add_turn(Conversation& conversation, const Tokenizer& tokenizer, const std::string& system,
+              const std::string& user) {
+  const auto marker = [&](const std::string& text) { conversation.add(tokenizer.encode(text, true)); };
+  if (conversation.empty()) {
+    if (!system.empty()) {
+      marker("<|im_start|>system\n");
+      conversation.add(tokenizer.encode(system));
+      marker("<|im_end|>\n");
+    }
+  } else {
+    marker("\n");
+  }
+  marker("<|im_start|>user\n");
+  conversation.add(tokenizer.encode(user));
+  marker("<|im_end|>\n<|im_start|>assistant\n");
+}
+
+}  // namespace
+
+void generate(const std::vector<std::string>& words) {
+  Arguments arguments(
+      "generate",
+      "Continues a prompt, or chats, with the model's keys and values in a cache of any codec. Prompts "
+      "beyond the\n"
+      "first continue the conversation on the same cache.",
+      {"MODEL"},
+      joined({{{"prompt", "TEXT", "what to continue; may be given more than once"},
+               {"chat", "", "the prompts are a user's turns in a conversation"},
+               {"interactive", "", "chat, with turns from standard input, one a line"},
+               {"system", "TEXT", "the conversation's system prompt, may be empty", default_system},
+               {"codec", "NAME", "float, bf16, or as wush+quest:2 (with --stats)", "bf16"},
+               {"tokens", "N", "at most so many a turn", "200"},
+               {"context", "N", "tokens in all, 0 for the model's", "0"},
+               {"temperature", "X", "0 for the likeliest token", "0"},
+               {"top-k", "N", "only the N likeliest, 0 for all", "0"},
+               {"top-p", "X", "only the likeliest with this much probability together", "1"},
+               {"min-p", "X", "only those so likely, relative to the likeliest", "0"},
+               {"seed", "N", "of the samples", "0"},
+               {"prefill", "N", "tokens a step of a prompt", "512"},
+               {"cached-prefill", "", "new tokens see each other as the cache has them"}},
+              transform_options(),
+              window_options("64", "256"),
+              common_options()}));
+  if (!arguments.parse(words)) return;
+  const std::vector<std::string> prompts = arguments.texts("prompt");
+  const bool interactive = arguments.given("interactive"), chat = interactive || arguments.given("chat");
+  if (prompts.empty() && !interactive)
+    throw std::invalid_argument("wushkv-lm generate: --prompt TEXT is missing (or --interactive)");
+  const CodecChoice choice = parse_codec(arguments.text("codec"));
+  SamplerOptions sampling;
+  sampling.temperature = arguments.number("temperature", 0, 100);
+  sampling.top_k = static_cast<int>(arguments.integer("top-k", 0, 1 << 30));
+  sampling.top_p = arguments.number("top-p", 0, 1);
+  sampling.min_p = arguments.number("min-p", 0, 1);
+  sampling.seed = static_cast<std::uint64_t>(arguments.integer("seed", 0, std::int64_t{1} << 62));
+  const Index most = arguments.integer("tokens", 1, 1 << 30),
+              prefill = arguments.integer("prefill", 1, 1 << 30);
+  check_writable(arguments.text("json"));
+
+  Session session(arguments);
+  Index context = arguments.integer("context", 0, 1 << 30);
+  if (context == 0) context = session.model.config.context;
+  if (chat && (!session.tokenizer.find("<|im_start|>") || !session.tokenizer.find("<|im_end|>")))
+    throw std::invalid_argument(
+        "wushkv-lm generate: the model has no token <|im_start|>, expected one to chat");
+  Transformer transformer(session.model, context, session.threads);
+  TransformSource source(session.model, arguments);
+  CacheSettings settings = source.settings(choice);
+  settings.capacity = context;
+  settings.new_tokens = arguments.given("cached-prefill") ? NewTokens::Cached : NewTokens::Exact;
+  const ReadyCache cache = open_cache(session.model, source, choice, settings);
+  Conversation conversation(transformer, session.tokenizer, cache.path(), sampling, prefill);
+
+  Json turns = Json::array();
+  const auto turn = [&](const std::string& prompt) {
+    if (chat)
+      add_turn(conversation, session.tokenizer, arguments.text("system"), prompt);
+    else
+      conversation.add(session.tokenizer.encode(prompt));
+    if (conversation.empty())
+      throw std::invalid_argument("wushkv-lm generate: --prompt is empty, expected text");
+    if (!chat) std::fputs(prompt.c_str(), stdout);
+    const std::vector<Token> tokens = conversation.continue_text(most);
+    turns.push(Json::object()
+                   .set("prompt", prompt)
+                   .set("text", session.tokenizer.decode(tokens))
+                   .set("tokens", Json::array_of(tokens)));
+  };
+  for (const std::string& prompt : prompts) turn(prompt);
+  if (interactive)
+    for (std::string line; std::fputs("> ", stderr), std::getline(std::cin, line);)
+      if (!line.empty()) turn(line);
+
+  const CacheUsage usage = cache.cache->usage();
+  std::fprintf(
+      stderr,
+      "prefill %.1f and generation %.1f tokens a second; cache %s: %zu tokens in %zu bytes (%zu in windows), "
+      "%.3f of BF16's %zu\n",
+      conversation.prefill_speed(), conversation.decode_speed(), choice.name.c_str(), usage.tokens,
+      usage.bytes(), usage.window_bytes,
+      static_cast<double>(usage.bytes()) / static_cast<double>(usage.bf16_bytes), usage.bf16_bytes);
+  write_json(arguments.text("json"), Json::object()
+                                         .set("codec", choice.name)
+                                         .set("turns", turns)
+                                         .set("prefill_tokens_per_second", conversation.prefill_speed())
+                                         .set("tokens_per_second", conversation.decode_speed())
+                                         .set("cache_tokens", usage.tokens)
+                                         .set("cache_bytes", usage.bytes())
+                                         .set("bf16_bytes", usage.bf16_bytes));
+}
+
+}  // namespace engine

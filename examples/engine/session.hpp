@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef WUSHKV_EXAMPLES_ENGINE_SESSION_HPP
+#define WUSHKV_EXAMPLES_ENGINE_SESSION_HPP
+
+#include <string>
+#include <vector>
+
+#include "engine/arguments.hpp"
+#include "engine/json.hpp"
+#include "engine/model.hpp"
+#include "engine/threads.hpp"
+
+namespace engine {
+
+// What the verbs share: options, and a model that is ready to run.
+
+/// `--threads` and `--json`.
+std::vector<Option> common_options();
+std::vector<Option> joined(std::vector<std::vector<Option>> parts);
+
+/// The English text that comes with the program.
+std::string default_text();
+
+/// A model, its tokenizer and threads to run it.
+struct Session {
+  explicit Session(const Arguments& arguments);
+
+  /// The tokens of a file, of the text that comes with this program if `path` is empty. Throws
+  /// `std::invalid_argument` if there are none.
+  std::vector<Token> tokens_of(const std::string& path) const;
+  /// The token that texts begin with: the model's own choice, or what ends a text.
+  Token first_token() const;
+
+  Model model;
+  Tokenizer tokenizer;
+  Threads threads;
+};
+
+/// The most memory that this process has had, in bytes.
+std::size_t peak_memory();
+
+}  // namespace engine
+
+#endif  // WUSHKV_EXAMPLES_ENGINE_SESSION_HPP

@@ -1,0 +1,129 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/transform_source.hpp"
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "wushkv/calibrate/build.hpp"
+#include "wushkv/io/statistics.hpp"
+#include "wushkv/io/transforms.hpp"
+
+namespace engine {
+namespace {
+
+/// The transforms of all layers; empty for none.
+std::vector<wushkv::LayerTransforms> build_all(const Statistics& statistics,
+                                               const wushkv::AttentionHeads& heads, Index layers,
+                                               const wushkv::BuildOptions& options) {
+  std::vector<wushkv::LayerTransforms> transforms;
+  if (options.construction == wushkv::Construction::None) return transforms;
+  if (!needs_statistics(options.construction)) {
+    const wushkv::LayerTransforms each = build_transforms(wushkv::LayerStatistics(heads), options);
+    transforms.assign(static_cast<std::size_t>(layers), each);
+    return transforms;
+  }
+  const wushkv::AttentionHeads& found = statistics->front().heads();
+  if (static_cast<Index>(statistics->size()) != layers || found != heads)
+    wushkv::detail::invalid_argument("statistics are of ", statistics->size(), " layers of ",
+                                     found.query_heads, " query and ", found.kv_heads, " KV heads of ",
+                                     found.key_dim, "/", found.value_dim, ", expected the model's ", layers,
+                                     " of ", heads.query_heads, " query and ", heads.kv_heads,
+                                     " KV heads of ", heads.key_dim, "/", heads.value_dim);
+  for (const wushkv::LayerStatistics& layer : *statistics)
+    transforms.push_back(build_transforms(layer, options));
+  return transforms;
+}
+
+}  // namespace
+
+std::vector<Option> transform_options() {
+  return {{"transforms", "FILE", "transforms of 'build', for the codec 'file+…'"},
+          {"stats", "FILE", "statistics of 'calibrate', for codecs built from data"},
+          {"group", "N", "coordinates that share a scale, 0 for a whole head", "0"},
+          {"params", "16|32", "bits of a stored scale or zero", "16"}};
+}
+
+std::vector<Option> window_options(const std::string& sink, const std::string& recent) {
+  return {{"sink", "N", "first tokens of a sequence, kept in BF16", sink},
+          {"recent", "N", "last tokens, kept in BF16", recent}};
+}
+
+TransformSource::TransformSource(const Model& model, const Arguments& arguments) : model_(model) {
+  group_size_ = arguments.integer("group", 0, 1 << 20);
+  sink_ = arguments.integer("sink", 0, 1 << 30);
+  recent_ = arguments.integer("recent", 0, 1 << 30);
+  wide_params_ = arguments.integer("params", 16, 32) == 32;
+  if (!wide_params_ && arguments.text("params") != "16")
+    throw std::invalid_argument("wushkv-lm: --params is " + arguments.text("params") + ", expected 16 or 32");
+  if (const std::string path = arguments.text("transforms"); !path.empty()) {
+    file_ = wushkv::load_transforms(path).layers;
+    check_transforms(model.config.heads, model.config.layers, *file_);
+  }
+  if (const std::string path = arguments.text("stats"); !path.empty())
+    statistics_ = std::make_shared<const std::vector<wushkv::LayerStatistics>>(wushkv::load_statistics(path));
+}
+
+const TransformSource::Ready& TransformSource::of(const CodecChoice& choice) {
+  const std::string name = choice.from_file ? "file" : std::string(to_string(choice.construction));
+  if (const auto there = ready_.find(name); there != ready_.end()) return there->second;
+  Ready ready;
+  if (choice.from_file) {
+    if (!file_) throw std::invalid_argument("wushkv-lm: codec " + choice.name + " needs --transforms FILE");
+    ready.transforms = *file_;
+  } else {
+    if (needs_statistics(choice.construction) && !statistics_)
+      throw std::invalid_argument("wushkv-lm: codec " + choice.name + " needs --stats FILE, of 'calibrate'");
+    wushkv::BuildOptions options;
+    options.construction = choice.construction;
+    options.key_group_size = options.value_group_size = group_size_;
+    ready.transforms = build_all(statistics_, model_.config.heads, model_.config.layers, options);
+  }
+  ready.folded = fold(model_, ready.transforms);
+  return ready_.emplace(name, std::move(ready)).first->second;
+}
+
+CacheSettings TransformSource::settings(const CodecChoice& choice) const {
+  CacheSettings settings;
+  settings.quantizer = choice.quantizer;
+  settings.key_bits = choice.key_bits;
+  settings.value_bits = choice.value_bits;
+  settings.wide_params = wide_params_;
+  const bool quantized = choice.key_bits > 0;
+  settings.group_size = quantized ? group_size_ : 0;
+  // Windows are BF16: beside an unquantized cache they would be no gain, or a loss.
+  settings.sink = quantized ? sink_ : 0;
+  settings.recent = quantized ? recent_ : 0;
+  return settings;
+}
+
+ReadyCache open_cache(const Model& model, TransformSource& source, const CodecChoice& choice,
+                      const CacheSettings& settings) {
+  const TransformSource::Ready& ready = source.of(choice);
+  return {make_cache(model.config.heads, model.config.layers, ready.transforms, settings), &ready.folded};
+}
+
+Statistics gather_statistics(Transformer& transformer, const std::vector<std::span<const Token>>& texts,
+                             const std::function<void(Index tokens)>& progress) {
+  const Model& model = transformer.model();
+  std::vector<wushkv::LayerStatistics> statistics(static_cast<std::size_t>(model.config.layers),
+                                                  wushkv::LayerStatistics(model.config.heads));
+  for (std::size_t l = 0; l < statistics.size(); ++l)
+    statistics[l].set_output_projection(model.layers[l].o.transpose());
+  CacheSettings settings;
+  for (const auto& text : texts)
+    settings.capacity = std::max(settings.capacity, static_cast<Index>(text.size()));
+  const std::unique_ptr<KvCache> cache = make_cache(model.config.heads, model.config.layers, {}, settings);
+  for (const std::span<const Token> text : texts) {
+    cache->truncate(0, 0);
+    const KvCache::Part part{0, static_cast<Index>(text.size())};
+    transformer.forward(
+        text, {&part, 1}, {cache.get(), nullptr},
+        [&](Index layer, const Batch<float>& q, const Batch<float>& k, const Batch<float>& v) {
+          statistics[static_cast<std::size_t>(layer)].add(q, k, v);
+        });
+    if (progress) progress(part.tokens);
+  }
+  return std::make_shared<const std::vector<wushkv::LayerStatistics>>(std::move(statistics));
+}
+
+}  // namespace engine

@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef WUSHKV_EXAMPLES_ENGINE_TRANSFORM_SOURCE_HPP
+#define WUSHKV_EXAMPLES_ENGINE_TRANSFORM_SOURCE_HPP
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "engine/arguments.hpp"
+#include "engine/codec_choice.hpp"
+#include "engine/transformer.hpp"
+
+namespace wushkv {
+class LayerStatistics;
+}
+
+namespace engine {
+
+/// Of all layers of a model; null for none. A file that only hands them on needs no solvers.
+using Statistics = std::shared_ptr<const std::vector<wushkv::LayerStatistics>>;
+
+/// Where transforms come from, and what goes with them: `--transforms`, `--stats`, `--group`, `--params`.
+std::vector<Option> transform_options();
+/// How a cache keeps its tokens: `--sink` and `--recent`, with these defaults.
+std::vector<Option> window_options(const std::string& sink, const std::string& recent);
+
+/// Transforms by codec, each built and folded once.
+class TransformSource {
+ public:
+  struct Ready {
+    std::vector<wushkv::LayerTransforms> transforms;
+    std::vector<FoldedWeights> folded;
+  };
+
+  /// Reads what `transform_options` name.
+  TransformSource(const Model& model, const Arguments& arguments);
+  /// Statistics that were gathered in this run.
+  void set_statistics(Statistics statistics) { statistics_ = std::move(statistics); }
+  bool has_statistics() const { return statistics_ != nullptr; }
+
+  /// Throws `std::invalid_argument` if the codec needs a file or statistics that were not given.
+  const Ready& of(const CodecChoice& choice);
+  /// Everything of the cache that the choice and `transform_options` and `window_options` settle.
+  CacheSettings settings(const CodecChoice& choice) const;
+
+ private:
+  const Model& model_;
+  Index group_size_ = 0, sink_ = 0, recent_ = 0;
+  bool wide_params_ = false;
+  std::optional<std::vector<wushkv::LayerTransforms>> file_;
+  Statistics statistics_;
+  std::map<std::string, Ready> ready_;
+};
+
+/// A cache with the weights that go with it.
+struct ReadyCache {
+  std::unique_ptr<KvCache> cache;
+  const std::vector<FoldedWeights>* folded = nullptr;
+  CachePath path() const { return {cache.get(), folded}; }
+};
+ReadyCache open_cache(const Model& model, TransformSource& source, const CodecChoice& choice,
+                      const CacheSettings& settings);
+
+/// Statistics of texts, `[tokens]` each, from forward passes.
+Statistics gather_statistics(Transformer& transformer, const std::vector<std::span<const Token>>& texts,
+                             const std::function<void(Index tokens)>& progress);
+
+}  // namespace engine
+
+#endif  // WUSHKV_EXAMPLES_ENGINE_TRANSFORM_SOURCE_HPP

@@ -1,0 +1,156 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/transformer.hpp"
+
+#include <algorithm>
+#include <cmath>
+
+#include "wushkv/calibrate/fold.hpp"
+#include "wushkv/core/error.hpp"
+#include "wushkv/measure/errors.hpp"
+
+namespace engine {
+namespace {
+
+/// `y = x / rms(x) * weight`, row by row.
+void rms_norm(const Batch<float>& x, const Vector<float>& weight, double epsilon, Batch<float>& y) {
+  y.resize(x.rows(), x.cols());
+  for (Index i = 0; i < x.rows(); ++i) {
+    const float gain =
+        1 / std::sqrt(x.row(i).squaredNorm() / static_cast<float>(x.cols()) + static_cast<float>(epsilon));
+    y.row(i) = gain * x.row(i).cwiseProduct(weight.transpose());
+  }
+}
+
+Index checked_context(const Model& model, Index context) {
+  if (context < 1 || context > model.config.context)
+    wushkv::detail::invalid_argument("context is ", context, " tokens, expected 1 to the model's ",
+                                     model.config.context);
+  return context;
+}
+
+}  // namespace
+
+std::vector<FoldedWeights> fold(const Model& model, const std::vector<wushkv::LayerTransforms>& transforms) {
+  check_transforms(model.config.heads, model.config.layers, transforms);
+  std::vector<FoldedWeights> folded;
+  for (std::size_t l = 0; l < transforms.size(); ++l) {
+    FoldedWeights weights{model.layers[l].v, model.layers[l].o};
+    wushkv::fold_values(transforms[l].values, model.config.heads, weights.v, weights.o.transpose());
+    folded.push_back(std::move(weights));
+  }
+  return folded;
+}
+
+Transformer::Transformer(const Model& model, Index context, Threads& threads)
+    : model_(model),
+      threads_(threads),
+      rope_(model.config.heads.key_dim, checked_context(model, context), model.rope,
+            model.config.rope_pairs) {}
+
+const Batch<float>& Transformer::forward(std::span<const Token> tokens, Parts parts, const CachePath& path,
+                                         const Observer& observer, std::span<Probe> probes) {
+  check(tokens, parts, path);
+  for (Probe& probe : probes) {
+    check(tokens, parts, probe.path);
+    probe.errors.resize(static_cast<std::size_t>(model_.config.layers));
+  }
+  positions_.clear();
+  for (const KvCache::Part& part : parts)
+    for (Index i = 0; i < part.tokens; ++i) positions_.push_back(path.cache->length(part.sequence) + i);
+
+  const auto n = static_cast<Index>(tokens.size());
+  x_.resize(n, model_.config.width);
+  for (Index i = 0; i < n; ++i) x_.row(i) = model_.embedding.row(tokens[static_cast<std::size_t>(i)]);
+  for (Index layer = 0; layer < model_.config.layers; ++layer) {
+    const LayerWeights& w = model_.layers[static_cast<std::size_t>(layer)];
+    rms_norm(x_, w.attention_norm, model_.config.norm_epsilon, normed_);
+    attention(layer, parts, path, observer, probes);
+    x_ += y_;
+    rms_norm(x_, w.ffn_norm, model_.config.norm_epsilon, normed_);
+    feed_forward(w);
+    x_ += y_;
+  }
+  rms_norm(x_, model_.output_norm, model_.config.norm_epsilon, normed_);
+  return normed_;
+}
+
+Batch<float> Transformer::logits(const Eigen::Ref<const Batch<float>>& hidden) const {
+  Batch<float> result;
+  multiply(hidden, model_.output_weight(), result);
+  return result;
+}
+
+void Transformer::check(std::span<const Token> tokens, Parts parts, const CachePath& path) const {
+  using wushkv::detail::invalid_argument;
+  for (const Token token : tokens)
+    if (token < 0 || token >= model_.config.vocabulary)
+      invalid_argument("token ", token, " came, expected 0 to ", model_.config.vocabulary - 1);
+  Index rows = 0;
+  const Index most = std::min(context(), path.cache->capacity());
+  for (const KvCache::Part& part : parts) {
+    const Index length = path.cache->length(part.sequence) + part.tokens;
+    if (part.tokens < 1 || length > most)
+      invalid_argument("a sequence would have ", length, " tokens with ", part.tokens,
+                       " new ones, expected at least one new and at most ", most, " in all");
+    rows += part.tokens;
+  }
+  if (rows != static_cast<Index>(tokens.size()) || rows == 0)
+    invalid_argument(tokens.size(), " tokens came, expected the parts' ", rows, ", at least one");
+}
+
+/// `y = x Wᵀ`, cut along the outputs: each thread reads its share of the weights once.
+void Transformer::multiply(const Batch<float>& x, const Batch<float>& weight, Batch<float>& y) const {
+  const Index outputs = weight.rows();
+  y.resize(x.rows(), outputs);
+  const Index blocks = std::min<Index>(outputs, threads_.count());
+  threads_.for_each(blocks, [&](std::int64_t block, int) {
+    const Index begin = block * outputs / blocks, count = (block + 1) * outputs / blocks - begin;
+    const auto rows = weight.middleRows(begin, count);
+    if (x.rows() == 1)
+      y.row(0).segment(begin, count).transpose().noalias() = rows * x.row(0).transpose();
+    else
+      y.middleCols(begin, count).noalias() = x * rows.transpose();
+  });
+}
+
+/// Leaves the module's output, `attention(…) W_O`, in `y_`.
+void Transformer::attention(Index layer, Parts parts, const CachePath& path, const Observer& observer,
+                            std::span<Probe> probes) {
+  const auto l = static_cast<std::size_t>(layer);
+  const LayerWeights& w = model_.layers[l];
+  multiply(normed_, w.q, q_);
+  multiply(normed_, w.k, k_);
+  if (w.q_norm) w.q_norm->apply(q_);
+  if (w.k_norm) w.k_norm->apply(k_);
+  rope_.apply(q_, positions_);
+  rope_.apply(k_, positions_);
+
+  // Values come transformed from the folded projection, and attention's output goes into the other one.
+  const auto through = [&](const CachePath& cache, Batch<float>& v, Batch<float>& y) {
+    const bool folded = cache.folded != nullptr && !cache.folded->empty();
+    multiply(normed_, folded ? (*cache.folded)[l].v : w.v, v);
+    attended_.resize(q_.rows(), w.o.cols());
+    cache.cache->attend(layer, parts, q_, k_, v, attended_, threads_);
+    multiply(attended_, folded ? (*cache.folded)[l].o : w.o, y);
+  };
+  through(path, v_, y_);
+  if (observer) observer(layer, q_, k_, v_);
+  for (Probe& probe : probes) {
+    through(probe.path, folded_v_, probe_y_);
+    probe.errors[l] += wushkv::squared_error(y_, probe_y_);
+  }
+}
+
+/// SwiGLU: `W_down (silu(W_gate x) * (W_up x))`, to `y_`.
+void Transformer::feed_forward(const LayerWeights& w) {
+  multiply(normed_, w.gate, gate_);
+  multiply(normed_, w.up, up_);
+  const Index rows = gate_.rows();
+  threads_.for_each(rows, [&](std::int64_t row, int) {
+    auto gate = gate_.row(row).array();
+    gate = gate / (1 + (-gate).exp()) * up_.row(row).array();
+  });
+  multiply(gate_, w.down, y_);
+}
+
+}  // namespace engine
