@@ -38,6 +38,7 @@ void calibrate(const std::vector<std::string>& words) {
   const Index length = arguments.integer("length", 1, 1 << 30),
               sequences = arguments.integer("sequences", 1, 1 << 20);
 
+  const double begin = seconds();
   Session session(arguments);
   Transformer transformer(session.model, length, session.threads);
   std::vector<Token> tokens;
@@ -75,7 +76,7 @@ void calibrate(const std::vector<std::string>& words) {
   std::printf("%lld tokens in %lld sequences, %zu layers, to %s in %.1f s; peak memory %.0f MB\n",
               static_cast<long long>(statistics.front().tokens()),
               static_cast<long long>(statistics.front().sequences()), statistics.size(), output.c_str(),
-              progress.elapsed(), megabytes);
+              seconds() - begin, megabytes);
   write_json(arguments.text("json"), Json::object()
                                          .set("tokens", statistics.front().tokens())
                                          .set("sequences", statistics.front().sequences())

@@ -48,6 +48,8 @@ std::vector<Token> Session::tokens_of(const std::string& path) const {
 }
 
 Token Session::first_token() const {
+  // Documents were set apart by it where there is one; a chat model's own choice begins a conversation.
+  if (const std::optional<Token> between = tokenizer.find("<|endoftext|>")) return *between;
   if (model.vocabulary.bos) return *model.vocabulary.bos;
   return model.vocabulary.eos.value_or(0);
 }

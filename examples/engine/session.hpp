@@ -28,7 +28,7 @@ struct Session {
   /// The tokens of a file, of the text that comes with this program if `path` is empty. Throws
   /// `std::invalid_argument` if there are none.
   std::vector<Token> tokens_of(const std::string& path) const;
-  /// The token that texts begin with: the model's own choice, or what ends a text.
+  /// The token that texts begin with: what sets documents apart, or the model's own choice.
   Token first_token() const;
 
   Model model;
