@@ -4,8 +4,12 @@
 #include <algorithm>
 #include <charconv>
 #include <cstdio>
+#include <filesystem>
 #include <stdexcept>
+#include <system_error>
 #include <utility>
+
+#include "engine/json.hpp"
 
 namespace engine {
 
@@ -41,6 +45,10 @@ bool Arguments::parse(const std::vector<std::string>& words) {
   }
   if (found_.size() < positional_.size()) refuse(positional_[found_.size()] + " is missing");
   return true;
+}
+
+bool Arguments::has(std::string_view name) const {
+  return std::any_of(options_.begin(), options_.end(), [&](const Option& o) { return o.name == name; });
 }
 
 bool Arguments::given(std::string_view name) const {
@@ -85,7 +93,37 @@ double Arguments::number(std::string_view name, double least, double most) const
   return result;
 }
 
-std::vector<std::string> Arguments::list(std::string_view name) const { return split_list(text(name)); }
+std::vector<std::string> Arguments::list(std::string_view name) const {
+  std::vector<std::string> parts{""};
+  for (const char c : text(name))
+    if (c == ',')
+      parts.emplace_back();
+    else
+      parts.back() += c;
+  for (const std::string& part : parts)
+    if (part.empty())
+      refuse("--" + std::string(name) + " is '" + text(name) +
+             " with an empty part, expected parts with commas between");
+  return parts;
+}
+
+void Arguments::check_outputs(const std::vector<std::string>& names) const {
+  const auto same = [](const std::string& a, const std::string& b) {
+    std::error_code ignored;
+    return a == b || std::filesystem::equivalent(a, b, ignored);
+  };
+  for (const std::string& name : names) {
+    if (!given(name)) continue;
+    const std::string path = text(name);
+    if (path.empty()) refuse("--" + name + " is empty, expected a file's name");
+    for (const std::string& read : found_)
+      if (same(path, read)) refuse("--" + name + " is " + path + ", which is read, expected another file");
+    for (const Given& g : given_)
+      if (g.name != name && !g.value.empty() && same(path, g.value))
+        refuse("--" + name + " and --" + g.name + " are both " + path + ", expected different files");
+    check_writable(path);
+  }
+}
 
 const Option& Arguments::option(std::string_view name) const {
   for (const Option& option : options_)
@@ -106,18 +144,6 @@ void Arguments::print_help() const {
     std::printf("  %-24s %s", left.c_str(), option.help.c_str());
     if (!option.fallback.empty()) std::printf(" [%s]", option.fallback.c_str());
     std::printf("\n");
-  }
-}
-
-std::vector<std::string> split_list(std::string_view text) {
-  std::vector<std::string> parts;
-  while (true) {
-    const std::size_t comma = text.find(',');
-    const std::string_view part = text.substr(0, comma);
-    if (part.empty()) throw std::invalid_argument("wushkv-lm: a list has an empty part, expected a,b,c");
-    parts.emplace_back(part);
-    if (comma == std::string_view::npos) return parts;
-    text.remove_prefix(comma + 1);
   }
 }
 

@@ -26,6 +26,8 @@ class Arguments {
   bool parse(const std::vector<std::string>& words);
 
   const std::string& positional(std::size_t index) const { return found_.at(index); }
+  /// Whether the verb has the option.
+  bool has(std::string_view name) const;
   /// Whether the option was given.
   bool given(std::string_view name) const;
   /// The option's value, its fallback if it was not given.
@@ -36,13 +38,17 @@ class Arguments {
   double number(std::string_view name, double least, double most) const;
   /// The value cut at commas.
   std::vector<std::string> list(std::string_view name) const;
+  /// Makes sure, before the work, that the options that name files to write can be written and name none that
+  /// is read.
+  void check_outputs(const std::vector<std::string>& names) const;
+  /// Throws with the verb's name in front.
+  [[noreturn]] void refuse(const std::string& what) const;
 
  private:
   struct Given {
     std::string name, value;
   };
   const Option& option(std::string_view name) const;
-  [[noreturn]] void refuse(const std::string& what) const;
   void print_help() const;
 
   std::string verb_, summary_;
@@ -50,9 +56,6 @@ class Arguments {
   std::vector<Option> options_;
   std::vector<Given> given_;
 };
-
-/// `text` cut at every comma. Throws `std::invalid_argument` for an empty part.
-std::vector<std::string> split_list(std::string_view text);
 
 }  // namespace engine
 

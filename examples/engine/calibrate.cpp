@@ -11,6 +11,21 @@
 #include "wushkv/io/transforms.hpp"
 
 namespace engine {
+namespace {
+
+std::vector<wushkv::LayerStatistics> no_statistics(const Model& model) {
+  return {static_cast<std::size_t>(model.config.layers), wushkv::LayerStatistics(model.config.heads)};
+}
+
+void merge_into(std::vector<wushkv::LayerStatistics>& statistics,
+                const std::vector<wushkv::LayerStatistics>& more, const std::string& name) {
+  if (more.size() != statistics.size())
+    throw std::invalid_argument("wushkv-lm calibrate: " + name + " has " + std::to_string(more.size()) +
+                                " layers, expected the model's " + std::to_string(statistics.size()));
+  for (std::size_t l = 0; l < statistics.size(); ++l) statistics[l].merge(more[l]);
+}
+
+}  // namespace
 
 void calibrate(const std::vector<std::string>& words) {
   Arguments arguments(
@@ -30,17 +45,23 @@ void calibrate(const std::vector<std::string>& words) {
               common_options()}));
   if (!arguments.parse(words)) return;
   const std::string output = arguments.text("output");
-  if (output.empty()) throw std::invalid_argument("wushkv-lm calibrate: -o FILE is missing");
+  if (output.empty()) arguments.refuse("-o FILE is missing");
   if (arguments.given("text") && arguments.given("self"))
-    throw std::invalid_argument("wushkv-lm calibrate: --text and --self came, expected one of them");
-  check_writable(output);
-  check_writable(arguments.text("json"));
+    arguments.refuse("--text and --self came, expected one of them");
+  if (arguments.given("text") && arguments.given("save-samples"))
+    arguments.refuse("--text and --save-samples came, expected samples only without a text");
+  arguments.check_outputs({"output", "json", "save-samples"});
+  const auto seed = static_cast<std::uint64_t>(arguments.integer("seed", 0, std::int64_t{1} << 40));
   const Index length = arguments.integer("length", 1, 1 << 30),
               sequences = arguments.integer("sequences", 1, 1 << 20);
 
   const double begin = seconds();
   Session session(arguments);
   Transformer transformer(session.model, length, session.threads);
+  // Before the work: others' statistics may be of another model.
+  std::vector<wushkv::LayerStatistics> statistics = no_statistics(session.model);
+  for (const std::string& other : arguments.texts("merge"))
+    merge_into(statistics, wushkv::load_statistics(other), other);
   std::vector<Token> tokens;
   std::vector<std::vector<Token>> samples;
   std::vector<std::span<const Token>> texts;
@@ -49,8 +70,7 @@ void calibrate(const std::vector<std::string>& words) {
     texts = cut_texts(tokens, length, sequences);
   } else {
     Progress progress("sampling", static_cast<double>(length));
-    samples = own_samples(transformer, session.first_token(), sequences, length,
-                          static_cast<std::uint64_t>(arguments.integer("seed", 0, std::int64_t{1} << 40)),
+    samples = own_samples(transformer, session.first_token(), sequences, length, seed,
                           [&](Index) { progress.advance(); });
     std::string readable;
     for (const std::vector<Token>& sample : samples) {
@@ -61,16 +81,9 @@ void calibrate(const std::vector<std::string>& words) {
   }
 
   Progress progress("calibrating", static_cast<double>(length * sequences));
-  std::vector<wushkv::LayerStatistics> statistics = *gather_statistics(
-      transformer, texts, [&](Index count) { progress.advance(static_cast<double>(count)); });
+  const auto step = [&](Index count) { progress.advance(static_cast<double>(count)); };
+  merge_into(statistics, *gather_statistics(transformer, texts, step), "this run");
   progress.clear();
-  for (const std::string& other : arguments.texts("merge")) {
-    const std::vector<wushkv::LayerStatistics> more = wushkv::load_statistics(other);
-    if (more.size() != statistics.size())
-      throw std::invalid_argument("wushkv-lm calibrate: " + other + " has " + std::to_string(more.size()) +
-                                  " layers, expected the model's " + std::to_string(statistics.size()));
-    for (std::size_t l = 0; l < statistics.size(); ++l) statistics[l].merge(more[l]);
-  }
   wushkv::save_statistics(output, statistics);
   const auto megabytes = static_cast<double>(peak_memory()) / 1e6;
   std::printf("%lld tokens in %lld sequences, %zu layers, to %s in %.1f s; peak memory %.0f MB\n",
@@ -97,15 +110,14 @@ void build(const std::vector<std::string>& words) {
        {"json", "FILE", "write the results there as well"}});
   if (!arguments.parse(words)) return;
   const std::string output = arguments.text("output");
-  if (output.empty()) throw std::invalid_argument("wushkv-lm build: -o FILE is missing");
+  if (output.empty()) arguments.refuse("-o FILE is missing");
   wushkv::BuildOptions options;
   options.construction = wushkv::construction_from_string(arguments.text("transform"));
   options.key_group_size = options.value_group_size = arguments.integer("group", 0, 1 << 20);
   options.damping = arguments.number("damping", 0, 1e6);
   options.exponent = arguments.number("exponent", 0, 1);
   options.seed = static_cast<std::uint64_t>(arguments.integer("seed", 0, std::int64_t{1} << 62));
-  check_writable(output);
-  check_writable(arguments.text("json"));
+  arguments.check_outputs({"output", "json"});
 
   wushkv::ModelTransforms transforms;
   for (const wushkv::LayerStatistics& layer : wushkv::load_statistics(arguments.positional(0)))

@@ -54,12 +54,11 @@ class CodecCache final : public KvCache {
   }
 
   Index length(Index sequence) const override {
-    return layers_.front()->cache.length(layers_.front()->sequences.at(static_cast<std::size_t>(sequence)));
+    return layers_.front()->cache.length(id_of(*layers_.front(), sequence));
   }
   Index capacity() const override { return settings_.capacity; }
   void truncate(Index sequence, Index length) override {
-    for (auto& layer : layers_)
-      layer->cache.truncate(layer->sequences.at(static_cast<std::size_t>(sequence)), length);
+    for (auto& layer : layers_) layer->cache.truncate(id_of(*layer, sequence), length);
   }
 
   void attend(Index layer, std::span<const Part> parts, const Batch<float>& q, const Batch<float>& k,
@@ -119,11 +118,18 @@ class CodecCache final : public KvCache {
     Index begin, end;             ///< of the part's queries
   };
 
+  static wushkv::SequenceId id_of(const Layer& l, Index sequence) {
+    const auto count = static_cast<Index>(l.sequences.size());
+    if (sequence < 0 || sequence >= count)
+      wushkv::detail::invalid_argument("sequence ", sequence, " asked for, expected 0 to ", count - 1);
+    return l.sequences[static_cast<std::size_t>(sequence)];
+  }
+
   void append(Layer& l, std::span<const Part> parts, const Batch<float>& k, const Batch<float>& v) {
     std::vector<wushkv::SequenceId> ids;
     std::vector<Index> counts;
     for (const Part& part : parts) {
-      ids.push_back(l.sequences.at(static_cast<std::size_t>(part.sequence)));
+      ids.push_back(id_of(l, part.sequence));
       counts.push_back(part.tokens);
     }
     l.cache.append(ids, counts, k, v);
@@ -135,7 +141,7 @@ class CodecCache final : public KvCache {
     std::vector<Block> blocks;
     Index row = 0;
     for (const Part& part : parts) {
-      const wushkv::SequenceView view = l.cache.view(l.sequences.at(static_cast<std::size_t>(part.sequence)));
+      const wushkv::SequenceView view = l.cache.view(id_of(l, part.sequence));
       for (Index end = part.tokens; end > 0; end -= std::min(end, block_queries))
         blocks.push_back({view, row, part.tokens, std::max<Index>(0, end - block_queries), end});
       row += part.tokens;

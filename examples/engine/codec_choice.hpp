@@ -11,7 +11,8 @@ namespace engine {
 
 /// A cache's codec by name: `float`, `bf16`, or `TRANSFORM+QUANTIZER:BITS` with a construction's name
 /// (`wushkv::Construction`, or `file` for transforms from a file) and a quantizer's, and one number of bits
-/// or two, for keys and values: `wush+quest:2`, `oscar+percentile:3/2`.
+/// or two, for keys and values: `wush+quest:2`, `oscar+percentile:3/2`; without bits after `+float` and
+/// `+bf16`.
 struct CodecChoice {
   std::string name;
   QuantizerKind quantizer = QuantizerKind::Float;

@@ -63,11 +63,16 @@ Likelihood likelihood(Transformer& transformer, std::span<const Token> text, con
 }
 
 void module_errors(Transformer& transformer, std::span<const Token> text, KvCache& exact,
-                   std::span<Probe> probes) {
+                   std::span<Probe> probes, Index batch) {
+  const auto length = static_cast<Index>(text.size());
+  if (batch == 0) batch = length;
   exact.truncate(0, 0);
   for (Probe& probe : probes) probe.path.cache->truncate(0, 0);
-  const KvCache::Part part{0, static_cast<Index>(text.size())};
-  transformer.forward(text, {&part, 1}, {&exact, nullptr}, {}, probes);
+  for (Index begin = 0; begin < length; begin += batch) {
+    const KvCache::Part part{0, std::min(batch, length - begin)};
+    transformer.forward(text.subspan(static_cast<std::size_t>(begin), static_cast<std::size_t>(part.tokens)),
+                        {&part, 1}, {&exact, nullptr}, {}, probes);
+  }
 }
 
 std::vector<double> relative_errors(const Probe& probe) {

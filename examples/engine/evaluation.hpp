@@ -26,9 +26,9 @@ Likelihood likelihood(Transformer& transformer, std::span<const Token> text, con
                       Index batch, const std::function<void(Index tokens)>& progress = {});
 
 /// Adds the errors of every layer's attention module on a text, all layers with exact inputs. `exact` is an
-/// unquantized cache. Sequence 0 of all caches is emptied first.
+/// unquantized cache. Sequence 0 of all caches is emptied first; `batch` as above.
 void module_errors(Transformer& transformer, std::span<const Token> text, KvCache& exact,
-                   std::span<Probe> probes);
+                   std::span<Probe> probes, Index batch);
 
 /// Relative errors, one a layer.
 std::vector<double> relative_errors(const Probe& probe);

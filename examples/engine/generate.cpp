@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <unistd.h>
+
+#include <algorithm>
 #include <cstdio>
 #include <iostream>
 
@@ -12,8 +15,6 @@
 
 namespace engine {
 namespace {
-
-constexpr const char* default_system = "You are a helpful AI assistant named SmolLM, trained by Hugging Face";
 
 std::span<const float> last_row(const Batch<float>& batch) {
   return {batch.row(batch.rows() - 1).data(), static_cast<std::size_t>(batch.cols())};
@@ -35,6 +36,16 @@ class Conversation {
     waiting_.insert(waiting_.end(), tokens.begin(), tokens.end());
   }
   bool empty() const { return waiting_.empty() && path_.cache->length(0) == 0; }
+  /// Whether the model ended its last turn by itself, with the token that does that.
+  bool has_ended(Token end) const { return !waiting_.empty() && waiting_.back() == end; }
+
+  /// Throws unless what waits fits the context.
+  void check_room() const {
+    if (room() >= 0) return;
+    const Index most = std::min(path_.cache->capacity(), transformer_.context());
+    throw std::invalid_argument("wushkv-lm generate: the text would have " + std::to_string(most - room()) +
+                                " tokens, expected at most the context's " + std::to_string(most));
+  }
 
   /// Continues by up to `most` tokens, to standard output as they come; returns them.
   std::vector<Token> continue_text(Index most) {
@@ -57,12 +68,13 @@ class Conversation {
       decode_tokens_ += 1;
     }
     std::printf("%s\n", stream.finish().c_str());
+    std::fflush(stdout);
     decode_seconds_ += seconds() - begin;
     return generated;
   }
 
-  double prefill_speed() const { return prefill_tokens_ / prefill_seconds_; }
-  double decode_speed() const { return decode_tokens_ / decode_seconds_; }
+  double prefill_speed() const { return prefill_tokens_ / std::max(prefill_seconds_, 1e-9); }
+  double decode_speed() const { return decode_tokens_ / std::max(decode_seconds_, 1e-9); }
 
  private:
   Index room() const {
@@ -72,10 +84,7 @@ class Conversation {
 
   /// Puts what waits into the cache, `prefill_` tokens at a time; the logits after its last token.
   Batch<float> step() {
-    if (room() < 0)
-      throw std::invalid_argument(
-          "wushkv-lm generate: the text would have " + std::to_string(path_.cache->capacity() - room()) +
-          " tokens, expected at most the context's " + std::to_string(path_.cache->capacity()));
+    check_room();
     Batch<float> logits;
     const std::span<const Token> tokens(waiting_);
     for (std::size_t begin = 0; begin < tokens.size(); begin += static_cast<std::size_t>(prefill_)) {
@@ -110,7 +119,8 @@ void add_turn(Conversation& conversation, const Tokenizer& tokenizer, const std:
       marker("<|im_end|>\n");
     }
   } else {
-    marker("\n");
+    // A turn that was cut short is ended for the model.
+    marker(conversation.has_ended(*tokenizer.find("<|im_end|>")) ? "\n" : "<|im_end|>\n");
   }
   marker("<|im_start|>user\n");
   conversation.add(tokenizer.encode(user));
@@ -129,7 +139,7 @@ void generate(const std::vector<std::string>& words) {
       joined({{{"prompt", "TEXT", "what to continue; may be given more than once"},
                {"chat", "", "the prompts are a user's turns in a conversation"},
                {"interactive", "", "chat, with turns from standard input, one a line"},
-               {"system", "TEXT", "the conversation's system prompt, may be empty", default_system},
+               {"system", "TEXT", "the conversation's system prompt, none if not given"},
                {"codec", "NAME", "float, bf16, or as wush+quest:2 (with --stats)", "bf16"},
                {"tokens", "N", "at most so many a turn", "200"},
                {"context", "N", "tokens in all, 0 for the model's", "0"},
@@ -141,13 +151,13 @@ void generate(const std::vector<std::string>& words) {
                {"prefill", "N", "tokens a step of a prompt", "512"},
                {"cached-prefill", "", "new tokens see each other as the cache has them"}},
               transform_options(),
+              quantizer_options(),
               window_options("64", "256"),
               common_options()}));
   if (!arguments.parse(words)) return;
   const std::vector<std::string> prompts = arguments.texts("prompt");
   const bool interactive = arguments.given("interactive"), chat = interactive || arguments.given("chat");
-  if (prompts.empty() && !interactive)
-    throw std::invalid_argument("wushkv-lm generate: --prompt TEXT is missing (or --interactive)");
+  if (prompts.empty() && !interactive) arguments.refuse("--prompt TEXT is missing (or --interactive)");
   const CodecChoice choice = parse_codec(arguments.text("codec"));
   SamplerOptions sampling;
   sampling.temperature = arguments.number("temperature", 0, 100);
@@ -157,16 +167,17 @@ void generate(const std::vector<std::string>& words) {
   sampling.seed = static_cast<std::uint64_t>(arguments.integer("seed", 0, std::int64_t{1} << 62));
   const Index most = arguments.integer("tokens", 1, 1 << 30),
               prefill = arguments.integer("prefill", 1, 1 << 30);
-  check_writable(arguments.text("json"));
+  arguments.check_outputs({"json"});
+  if (arguments.given("system") && !chat) arguments.refuse("--system came, expected --chat with it");
 
   Session session(arguments);
   Index context = arguments.integer("context", 0, 1 << 30);
   if (context == 0) context = session.model.config.context;
   if (chat && (!session.tokenizer.find("<|im_start|>") || !session.tokenizer.find("<|im_end|>")))
-    throw std::invalid_argument(
-        "wushkv-lm generate: the model has no token <|im_start|>, expected one to chat");
+    arguments.refuse("the model has no tokens <|im_start|> and <|im_end|>, expected them for a chat");
   Transformer transformer(session.model, context, session.threads);
   TransformSource source(session.model, arguments);
+  source.check_use({choice});
   CacheSettings settings = source.settings(choice);
   settings.capacity = context;
   settings.new_tokens = arguments.given("cached-prefill") ? NewTokens::Cached : NewTokens::Exact;
@@ -174,33 +185,47 @@ void generate(const std::vector<std::string>& words) {
   Conversation conversation(transformer, session.tokenizer, cache.path(), sampling, prefill);
 
   Json turns = Json::array();
+  std::size_t turn_count = 0;
   const auto turn = [&](const std::string& prompt) {
+    if (conversation.empty()) conversation.add(session.prefix());
     if (chat)
       add_turn(conversation, session.tokenizer, arguments.text("system"), prompt);
     else
       conversation.add(session.tokenizer.encode(prompt));
-    if (conversation.empty())
-      throw std::invalid_argument("wushkv-lm generate: --prompt is empty, expected text");
+    if (conversation.empty()) arguments.refuse("--prompt is empty, expected text");
+    conversation.check_room();
     if (!chat) std::fputs(prompt.c_str(), stdout);
     const std::vector<Token> tokens = conversation.continue_text(most);
+    ++turn_count;
     turns.push(Json::object()
                    .set("prompt", prompt)
                    .set("text", session.tokenizer.decode(tokens))
                    .set("tokens", Json::array_of(tokens)));
   };
   for (const std::string& prompt : prompts) turn(prompt);
-  if (interactive)
-    for (std::string line; std::fputs("> ", stderr), std::getline(std::cin, line);)
-      if (!line.empty()) turn(line);
+  const char* const prompt_sign = isatty(STDIN_FILENO) != 0 ? "> " : "";
+  std::string line;
+  while (interactive && (std::fputs(prompt_sign, stderr), std::getline(std::cin, line))) {
+    if (line.empty()) continue;
+    try {
+      turn(line);
+    } catch (const std::invalid_argument& full) {
+      std::fprintf(stderr, "%s\n", full.what());  // the conversation so far still counts
+      break;
+    }
+  }
+  if (interactive && *prompt_sign != 0) std::fputs("\n", stderr);
 
   const CacheUsage usage = cache.cache->usage();
-  std::fprintf(
-      stderr,
-      "prefill %.1f and generation %.1f tokens a second; cache %s: %zu tokens in %zu bytes (%zu in windows), "
-      "%.3f of BF16's %zu\n",
-      conversation.prefill_speed(), conversation.decode_speed(), choice.name.c_str(), usage.tokens,
-      usage.bytes(), usage.window_bytes,
-      static_cast<double>(usage.bytes()) / static_cast<double>(usage.bf16_bytes), usage.bf16_bytes);
+  if (turn_count > 0)
+    std::fprintf(stderr,
+                 "prefill %.1f and generation %.1f tokens a second; cache %s: %zu tokens in %zu bytes (%zu "
+                 "in windows), "
+                 "%.3f of BF16's %zu\n",
+                 conversation.prefill_speed(), conversation.decode_speed(), choice.name.c_str(), usage.tokens,
+                 usage.bytes(), usage.window_bytes,
+                 static_cast<double>(usage.bytes()) / static_cast<double>(usage.bf16_bytes),
+                 usage.bf16_bytes);
   write_json(arguments.text("json"), Json::object()
                                          .set("codec", choice.name)
                                          .set("turns", turns)

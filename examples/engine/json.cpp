@@ -5,8 +5,10 @@
 #include <cmath>
 #include <filesystem>
 #include <fstream>
-#include <iterator>
+#include <sstream>
+#include <system_error>
 
+#include "engine/unicode.hpp"
 #include "wushkv/core/error.hpp"
 
 namespace engine {
@@ -14,18 +16,20 @@ namespace {
 
 std::string quote(std::string_view text) {
   std::string out = "\"";
-  for (const char c : text) {
-    if (c == '"' || c == '\\') {
+  for (std::size_t at = 0; at < text.size();) {
+    const CodePoint c = code_point_at(text, at);
+    if (c.value == '"' || c.value == '\\') {
       out += '\\';
-      out += c;
-    } else if (static_cast<unsigned char>(c) < 0x20) {
+      out += text[at];
+    } else if (c.value < 0x20) {
       constexpr char digits[] = "0123456789abcdef";
       out += "\\u00";
-      out += digits[c >> 4];
-      out += digits[c & 15];
+      out += digits[c.value >> 4];
+      out += digits[c.value & 15];
     } else {
-      out += c;
+      out += to_utf8(c.value);  // U+FFFD for a byte that is none: a model may write such
     }
+    at += c.size;
   }
   return out + '"';
 }
@@ -66,19 +70,22 @@ void write_json(const std::string& path, const Json& value) {
 }
 
 void check_writable(const std::string& path) {
-  if (path.empty()) return;
-  const bool there = std::filesystem::exists(path);
+  const bool there = std::filesystem::symlink_status(path).type() != std::filesystem::file_type::not_found;
   const bool opens = static_cast<bool>(std::ofstream(path, std::ios::app));
   if (!opens) wushkv::detail::file_error(path, " cannot be opened for writing");
   if (!there) std::filesystem::remove(path);
 }
 
 std::string read_text(const std::string& path) {
+  std::error_code ignored;
   std::ifstream in(path, std::ios::binary);
-  std::string text{std::istreambuf_iterator<char>(in), std::istreambuf_iterator<char>()};
-  if (!in.is_open() || in.bad() || !std::filesystem::is_regular_file(path))
+  if (!in || std::filesystem::is_directory(path, ignored))
     wushkv::detail::file_error(path, " cannot be read");
-  return text;
+  std::ostringstream text;
+  // An empty file sets the target's fail bit, which is no failure.
+  if (in.peek() != std::ifstream::traits_type::eof()) text << in.rdbuf();
+  if (in.bad()) wushkv::detail::file_error(path, " cannot be read");
+  return text.str();
 }
 
 void write_text(const std::string& path, std::string_view text) {

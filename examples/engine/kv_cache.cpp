@@ -95,6 +95,11 @@ std::unique_ptr<KvCache> make_cache(const wushkv::AttentionHeads& heads, Index l
                                     const std::vector<wushkv::LayerTransforms>& transforms,
                                     const CacheSettings& settings) {
   check_transforms(heads, layers, transforms);
+  constexpr Index most = Index{1} << 31;
+  if (settings.sequences < 1 || settings.sequences > most || settings.capacity < 1 ||
+      settings.capacity > most)
+    wushkv::detail::invalid_argument("cache of ", settings.sequences, " sequences of ", settings.capacity,
+                                     " tokens asked for, expected 1 to ", most, " of each");
   const Order order{heads, layers, transforms, settings};
   if (settings.quantizer == QuantizerKind::Float) {
     const wushkv::PassThrough<float, float> exact;

@@ -50,7 +50,9 @@ int main(int argc, char** argv) {
     for (const Verb& verb : verbs)
       if (name == verb.name) {
         verb.run(words);
-        return 0;
+        if (std::fflush(stdout) == 0 && std::ferror(stdout) == 0) return 0;
+        std::fprintf(stderr, "wushkv-lm: standard output cannot be written\n");
+        return 2;
       }
     std::fprintf(stderr, "wushkv-lm: verb '%s' is unknown, expected one of those that --help lists\n",
                  name.c_str());

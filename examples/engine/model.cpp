@@ -48,20 +48,19 @@ class Settings {
 };
 
 wushkv::RopeScaling read_scaling(const GgufFile& file, const Settings& settings, Index context) {
-  const std::string_view type = file.string_or(settings.key("rope.scaling.type"), "none");
-  if (type == "none" || type.empty()) {
-    // Older files have the linear factor alone.
-    if (file.contains(settings.key("rope.scale_linear")))
-      return wushkv::RopeLinear{settings.positive("rope.scale_linear")};
+  const std::string_view type = file.string_or(settings.key("rope.scaling.type"), "linear");
+  if (type == "none") return wushkv::RopeDefault{};
+  if (type == "linear") {
+    // Older files have another name for it, and many have the type without any factor.
+    for (const char* name : {"rope.scaling.factor", "rope.scale_linear"})
+      if (file.contains(settings.key(name))) return wushkv::RopeLinear{settings.positive(name)};
     return wushkv::RopeDefault{};
   }
-  if (type == "linear") return wushkv::RopeLinear{settings.positive("rope.scaling.factor")};
   if (type == "yarn") {
     wushkv::RopeYarn yarn;
     yarn.factor = settings.positive("rope.scaling.factor");
-    yarn.original_max_position = static_cast<double>(
-        settings.size_or("rope.scaling.original_context_length",
-                         std::max<Index>(1, static_cast<Index>(static_cast<double>(context) / yarn.factor))));
+    yarn.original_max_position =
+        static_cast<double>(settings.size_or("rope.scaling.original_context_length", context));
     yarn.beta_fast = settings.positive_or("rope.scaling.yarn_beta_fast", yarn.beta_fast);
     yarn.beta_slow = settings.positive_or("rope.scaling.yarn_beta_slow", yarn.beta_slow);
     if (file.contains(settings.key("rope.scaling.attn_factor")))
@@ -199,7 +198,14 @@ Model load_model(const GgufFile& file) {
   return model;
 }
 
-Model load_model(const std::filesystem::path& path) { return load_model(GgufFile(path)); }
+Model load_model(const std::filesystem::path& path) {
+  const GgufFile file(path);
+  try {
+    return load_model(file);
+  } catch (const wushkv::FileError& error) {
+    file_error(path.string(), ": ", error.what());
+  }
+}
 
 Vocabulary load_vocabulary(const std::filesystem::path& path) { return read_vocabulary(GgufFile(path)); }
 

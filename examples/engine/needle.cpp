@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <charconv>
 #include <cmath>
 #include <cstdio>
 #include <random>
@@ -24,49 +25,59 @@ struct Haystack {
   std::size_t given = 0;      // tokens of the answer that stand for the key's first half
 };
 
-/// Paragraphs of the filler's text, each with the empty line after it.
-std::vector<std::vector<Token>> paragraphs_of(const Tokenizer& tokenizer, const std::string& text) {
-  std::vector<std::vector<Token>> paragraphs;
-  for (std::size_t begin = 0; begin < text.size();) {
-    std::size_t end = text.find("\n\n", begin);
-    end = end == std::string::npos ? text.size() : end + 2;
-    std::vector<Token> tokens = tokenizer.encode(std::string_view(text).substr(begin, end - begin));
-    if (!tokens.empty()) paragraphs.push_back(std::move(tokens));
-    begin = end;
-  }
-  if (paragraphs.empty())
-    throw std::invalid_argument("wushkv-lm needle: the filler is empty, expected some text");
-  return paragraphs;
+/// The filler over and over, and where its paragraphs begin.
+struct Filler {
+  std::vector<Token> tokens;
+  std::vector<Index> begins;
+};
+
+Filler make_filler(const Tokenizer& tokenizer, const std::string& text, Index length) {
+  Filler filler;
+  while (static_cast<Index>(filler.tokens.size()) < length)
+    for (std::size_t begin = 0; begin < text.size();) {
+      std::size_t end = text.find("\n\n", begin);
+      end = end == std::string::npos ? text.size() : end + 2;
+      const std::vector<Token> tokens = tokenizer.encode(std::string_view(text).substr(begin, end - begin));
+      filler.begins.push_back(static_cast<Index>(filler.tokens.size()));
+      filler.tokens.insert(filler.tokens.end(), tokens.begin(), tokens.end());
+      begin = end;
+    }
+  return filler;
 }
 
-/// `length` tokens in all, the fact after the share `depth` of the filler, between two paragraphs.
-Haystack make_haystack(const Tokenizer& tokenizer, const std::vector<std::vector<Token>>& filler,
-                       Index length, double depth, const std::string& key) {
-  Haystack h;
+/// `length` tokens in all, the fact after the share `depth` of the filler: between two paragraphs, if there
+/// is a place within a twentieth of the filler.
+Haystack make_haystack(const Session& session, const Filler& filler, Index length, double depth,
+                       const std::string& key) {
+  const Tokenizer& tokenizer = session.tokenizer;
   const std::string said = "The pass key is ";
-  const std::vector<Token> fact =
-      tokenizer.encode("Remember this. " + said + key + ". " + key + " is the pass key.\n\n");
-  const std::vector<Token> question = tokenizer.encode("Question: what is the pass key?\nAnswer: " + said);
-  h.answer = tokenizer.encode(key);
-  h.given = tokenizer.encode(key.substr(0, key_digits / 2)).size();
-  const auto size = [](const std::vector<Token>& tokens) { return static_cast<Index>(tokens.size()); };
-  const Index room = length - size(fact) - size(question) - size(h.answer);
+  const std::vector<Token> prefix = session.prefix(),
+                           fact = tokenizer.encode("Remember this. " + said + key + ". " + key +
+                                                   " is the pass key.\n\n"),
+                           question =
+                               tokenizer.encode("\n\nQuestion: what is the pass key?\nAnswer: " + said),
+                           first = tokenizer.encode(key.substr(0, key_digits / 2)),
+                           second = tokenizer.encode(key.substr(key_digits / 2));
+  const auto size = [](const auto&... tokens) { return static_cast<Index>((tokens.size() + ...)); };
+  const Index room = length - size(prefix, fact, question, first, second);
   if (room < 1)
     throw std::invalid_argument("wushkv-lm needle: --lengths has " + std::to_string(length) +
                                 ", expected at least " + std::to_string(length - room + 1));
-  const Index before = static_cast<Index>(std::llround(depth * static_cast<double>(room)));
-  bool placed = false;
-  for (std::size_t p = 0; size(h.text) < room + (placed ? size(fact) : 0); p = (p + 1) % filler.size()) {
-    if (!placed && size(h.text) + size(filler[p]) / 2 >= before) {
-      h.text.insert(h.text.end(), fact.begin(), fact.end());
-      placed = true;
-    }
-    // The last paragraph of all loses its end.
-    const Index left = room + (placed ? size(fact) : 0) - size(h.text);
-    h.text.insert(h.text.end(), filler[p].begin(), filler[p].begin() + std::min(left, size(filler[p])));
-  }
-  if (!placed) h.text.insert(h.text.end(), fact.begin(), fact.end());
+  const Index wanted = static_cast<Index>(std::llround(depth * static_cast<double>(room)));
+  Index at = wanted;
+  for (const Index begin : filler.begins)
+    if (begin <= room && std::abs(begin - wanted) <= room / 20 &&
+        (at == wanted || std::abs(begin - wanted) < std::abs(at - wanted)))
+      at = begin;
+  Haystack h;
+  h.text = prefix;
+  h.text.insert(h.text.end(), filler.tokens.begin(), filler.tokens.begin() + at);
+  h.text.insert(h.text.end(), fact.begin(), fact.end());
+  h.text.insert(h.text.end(), filler.tokens.begin() + at, filler.tokens.begin() + room);
   h.text.insert(h.text.end(), question.begin(), question.end());
+  h.given = first.size();
+  h.answer = first;
+  h.answer.insert(h.answer.end(), second.begin(), second.end());
   return h;
 }
 
@@ -208,18 +219,16 @@ Json json_of(const Grid& grid) {
   return Json::object().set("results", results);
 }
 
-template <class Number>
-std::vector<Number> numbers_of(const Arguments& arguments, const char* name, double least, double most) {
-  std::vector<Number> numbers;
+/// Whole numbers of an option.
+std::vector<Index> numbers_of(const Arguments& arguments, const char* name, Index least, Index most) {
+  std::vector<Index> numbers;
   for (const std::string& part : arguments.list(name)) {
-    char* end = nullptr;
-    const double value = std::strtod(part.c_str(), &end);
-    if (*end != '\0' || !(value >= least && value <= most))
-      throw std::invalid_argument("wushkv-lm needle: --" + std::string(name) + " has '" + part +
-                                  "', expected numbers from " +
-                                  std::to_string(static_cast<long long>(least)) + " to " +
-                                  std::to_string(static_cast<long long>(most)));
-    numbers.push_back(static_cast<Number>(value));
+    Index value = 0;
+    const auto [end, error] = std::from_chars(part.data(), part.data() + part.size(), value);
+    if (error != std::errc() || end != part.data() + part.size() || value < least || value > most)
+      arguments.refuse("--" + std::string(name) + " has '" + part + "', expected whole numbers from " +
+                       std::to_string(least) + " to " + std::to_string(most));
+    numbers.push_back(value);
   }
   return numbers;
 }
@@ -239,33 +248,39 @@ void needle(const std::vector<std::string>& words) {
                 "bf16,oscar+quest:4,oscar+quest:3,oscar+quest:2,wush+quest:4,wush+quest:3,wush+quest:2"},
                {"lengths", "LIST", "tokens in all", "2048,4096"},
                {"depths", "LIST", "where the key is, in percent", "0,25,50,75,100"},
-               {"trials", "N", "keys a depth", "2"},
+               {"trials", "N", "keys a depth", "1"},
                {"seed", "N", "of the keys", "0"},
                {"prefill", "N", "tokens a step", "512"},
                {"cached-prefill", "", "new tokens see each other as the cache has them"},
                {"svg", "FILE", "draw the result there"}},
               transform_options(),
+              quantizer_options(),
               window_options("64", "256"),
               common_options()}));
   if (!arguments.parse(words)) return;
   Grid grid;
   for (const std::string& name : arguments.list("codecs")) grid.codecs.push_back(parse_codec(name));
-  grid.lengths = numbers_of<Index>(arguments, "lengths", 1, 1 << 30);
-  for (const double percent : numbers_of<double>(arguments, "depths", 0, 100))
-    grid.depths.push_back(percent / 100);
+  grid.lengths = numbers_of(arguments, "lengths", 1, 1 << 30);
+  for (const Index percent : numbers_of(arguments, "depths", 0, 100))
+    grid.depths.push_back(static_cast<double>(percent) / 100);
   grid.scores.resize(grid.codecs.size() * grid.lengths.size() * grid.depths.size());
   const std::int64_t trials = arguments.integer("trials", 1, 1 << 20);
   const Index prefill = arguments.integer("prefill", 1, 1 << 30);
-  check_writable(arguments.text("svg"));
-  check_writable(arguments.text("json"));
+  const auto seed = static_cast<std::uint64_t>(arguments.integer("seed", 0, std::int64_t{1} << 62));
+  arguments.check_outputs({"svg", "json"});
 
   Session session(arguments);
   const Index longest = *std::max_element(grid.lengths.begin(), grid.lengths.end());
   Transformer transformer(session.model, longest, session.threads);
   TransformSource source(session.model, arguments);
-  const std::string file = arguments.text("text");
-  const std::vector<std::vector<Token>> filler =
-      paragraphs_of(session.tokenizer, read_text(file.empty() ? default_text() : file));
+  source.check_use(grid.codecs);
+  const std::string file = arguments.text("text"), text = read_text(file.empty() ? default_text() : file);
+  if (text.empty()) arguments.refuse("the filler is empty, expected some text");
+  const Filler filler = make_filler(session.tokenizer, text, longest);
+  // What could fail later fails now: every length, and every codec.
+  for (const Index length : grid.lengths)
+    make_haystack(session, filler, length, 0, std::string(key_digits, '0'));
+  for (const CodecChoice& choice : grid.codecs) source.of(choice);
 
   double total = 0;
   for (const Index length : grid.lengths) total += static_cast<double>(length) * static_cast<double>(length);
@@ -276,14 +291,13 @@ void needle(const std::vector<std::string>& words) {
     settings.capacity = longest;
     settings.new_tokens = arguments.given("cached-prefill") ? NewTokens::Cached : NewTokens::Exact;
     const ReadyCache cache = open_cache(session.model, source, grid.codecs[c], settings);
-    std::mt19937_64 random(static_cast<std::uint64_t>(arguments.integer("seed", 0, std::int64_t{1} << 62)));
+    std::mt19937_64 random(seed);
     for (std::size_t l = 0; l < grid.lengths.size(); ++l)
       for (std::size_t d = 0; d < grid.depths.size(); ++d)
         for (std::int64_t t = 0; t < trials; ++t) {
           std::string key;
           for (int i = 0; i < key_digits; ++i) key += static_cast<char>('0' + random() % 10);
-          const Haystack haystack =
-              make_haystack(session.tokenizer, filler, grid.lengths[l], grid.depths[d], key);
+          const Haystack haystack = make_haystack(session, filler, grid.lengths[l], grid.depths[d], key);
           answer(transformer, cache.path(), haystack, prefill, grid.at(c, l, d));
           progress.advance(static_cast<double>(grid.lengths[l]) * static_cast<double>(grid.lengths[l]));
         }

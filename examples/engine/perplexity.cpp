@@ -12,17 +12,19 @@ namespace {
 
 /// `--codec`, or the one that `--transforms`, `--quantizer` and the bits describe.
 CodecChoice chosen_codec(const Arguments& arguments) {
-  if (arguments.given("codec")) {
-    for (const char* other : {"quantizer", "bits-k", "bits-v"})
-      if (arguments.given(other))
-        throw std::invalid_argument("wushkv-lm perplexity: --codec and --" + std::string(other) +
-                                    " came, expected one of them");
-    return parse_codec(arguments.text("codec"));
-  }
-  const bool transformed = arguments.given("transforms");
-  if (!transformed && !arguments.given("quantizer")) return parse_codec("float");
+  const bool transformed = arguments.given("transforms"), described = arguments.given("quantizer");
+  for (const char* name : {"bits-k", "bits-v", "quantizer"})
+    if (arguments.given("codec") && arguments.given(name))
+      arguments.refuse("--codec and --" + std::string(name) + " came, expected one of them");
+  if (arguments.given("codec")) return parse_codec(arguments.text("codec"));
+  for (const char* name : {"bits-k", "bits-v"})
+    if (arguments.given(name) && !described && !transformed)
+      arguments.refuse("--" + std::string(name) + " came, expected --quantizer or --transforms with it");
+  if (!transformed && !described) return parse_codec("float");
   const std::string quantizer = arguments.text("quantizer");
-  if (!transformed && (quantizer == "float" || quantizer == "bf16")) return parse_codec(quantizer);
+  const QuantizerKind kind = quantizer_from_string(quantizer);
+  if (kind == QuantizerKind::Float || kind == QuantizerKind::BFloat16)
+    return parse_codec(transformed ? "file+" + quantizer : quantizer);
   return parse_codec((transformed ? "file+" : "none+") + quantizer + ":" +
                      std::to_string(arguments.integer("bits-k", 1, 8)) + "/" +
                      std::to_string(arguments.integer("bits-v", 1, 8)));
@@ -41,33 +43,38 @@ void perplexity(const std::vector<std::string>& words) {
                {"quantizer", "NAME", "quest, percentile, minmax, lloyd, bf16 or float", "quest"},
                {"bits-k", "B", "of keys, 1 to 8", "2"},
                {"bits-v", "B", "of values, 1 to 8", "2"},
-               {"codec", "NAME", "instead of the last three: float, bf16, or as wush+quest:2 (with --stats)"},
+               {"codec", "NAME",
+                "instead of quantizer and bits: float, bf16, or as wush+quest:2 (with --stats)"},
                {"context", "N", "tokens of a chunk", "1024"},
                {"chunks", "N", "chunks of the text, 0 for all", "2"},
-               {"batch", "N", "tokens a step; 0: a chunk, or 32 where there is a recent window", "0"},
+               {"batch", "N", "tokens a step; 0: a chunk, 32 with a recent window, 512 with --exact-prefill",
+                "0"},
                {"exact-prefill", "", "new tokens see each other's exact keys and values, as engines do"},
                {"errors", "", "also measure the attention modules' errors"}},
               transform_options(),
+              quantizer_options(),
               window_options("0", "0"),
               common_options()}));
   if (!arguments.parse(words)) return;
   const CodecChoice choice = chosen_codec(arguments);
-  const Index context = arguments.integer("context", 2, 1 << 30),
+  const Index context = arguments.integer("context", 3, 1 << 30),
               chunks = arguments.integer("chunks", 0, 1 << 30);
-  check_writable(arguments.text("json"));
+  Index batch = arguments.integer("batch", 0, 1 << 30);
+  arguments.check_outputs({"json"});
 
   Session session(arguments);
   Transformer transformer(session.model, context, session.threads);
   const std::vector<Token> tokens = session.tokens_of(arguments.text("text"));
   const std::vector<std::span<const Token>> texts = cut_texts(tokens, context, chunks);
   TransformSource source(session.model, arguments);
+  source.check_use({choice});
   CacheSettings settings = source.settings(choice);
   settings.capacity = context;
   settings.new_tokens = arguments.given("exact-prefill") ? NewTokens::Exact : NewTokens::Cached;
-  Index batch = arguments.integer("batch", 0, 1 << 30);
   // Tokens of a step that leave the window are quantized before the step's queries see them: small steps keep
-  // that to a few.
-  if (batch == 0 && settings.recent > 0 && settings.new_tokens == NewTokens::Cached) batch = 32;
+  // that to a few. Exact tokens are only those of the same step: the steps of an engine.
+  if (batch == 0 && settings.new_tokens == NewTokens::Exact) batch = 512;
+  if (batch == 0 && settings.recent > 0) batch = 32;
   const ReadyCache cache = open_cache(session.model, source, choice, settings);
 
   const bool errors = arguments.given("errors");
@@ -86,7 +93,7 @@ void perplexity(const std::vector<std::string>& words) {
     const std::unique_ptr<KvCache> exact =
         make_cache(session.model.config.heads, session.model.config.layers, {}, unquantized);
     for (const std::span<const Token> text : texts) {
-      module_errors(transformer, text, *exact, probes);
+      module_errors(transformer, text, *exact, probes, batch);
       step(context);
     }
   }

@@ -42,9 +42,16 @@ Session::Session(const Arguments& arguments)
 
 std::vector<Token> Session::tokens_of(const std::string& path) const {
   const std::string file = path.empty() ? default_text() : path;
-  std::vector<Token> tokens = tokenizer.encode(read_text(file));
-  if (tokens.empty()) throw std::invalid_argument("wushkv-lm: the text " + file + " is empty, expected some");
+  const std::vector<Token> text = tokenizer.encode(read_text(file));
+  if (text.empty()) throw std::invalid_argument("wushkv-lm: the text " + file + " is empty, expected some");
+  std::vector<Token> tokens = prefix();
+  tokens.insert(tokens.end(), text.begin(), text.end());
   return tokens;
+}
+
+std::vector<Token> Session::prefix() const {
+  const Vocabulary& vocabulary = model.vocabulary;
+  return vocabulary.add_bos && vocabulary.bos ? std::vector<Token>{*vocabulary.bos} : std::vector<Token>{};
 }
 
 Token Session::first_token() const {

@@ -25,10 +25,12 @@ std::string default_text();
 struct Session {
   explicit Session(const Arguments& arguments);
 
-  /// The tokens of a file, of the text that comes with this program if `path` is empty. Throws
-  /// `std::invalid_argument` if there are none.
+  /// The tokens of a file, after the token that the model wants before a text, if any; of the text that comes
+  /// with this program if `path` is empty. Throws `std::invalid_argument` if there are none.
   std::vector<Token> tokens_of(const std::string& path) const;
-  /// The token that texts begin with: what sets documents apart, or the model's own choice.
+  /// What goes before a text.
+  std::vector<Token> prefix() const;
+  /// The token that the model's own texts begin with: what sets documents apart, or the model's own choice.
   Token first_token() const;
 
   Model model;

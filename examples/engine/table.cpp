@@ -69,7 +69,7 @@ Column measure(const Bench& bench, int bits) {
   unquantized.capacity = bench.context;
   const std::unique_ptr<KvCache> exact = make_cache(config.heads, config.layers, {}, unquantized);
   for (const std::span<const Token> text : bench.texts) {
-    module_errors(bench.transformer, text, *exact, probes);
+    module_errors(bench.transformer, text, *exact, probes, bench.batch);
     bench.progress.advance(2);
   }
   for (std::size_t r = 0; r < row_count; ++r) {
@@ -194,20 +194,23 @@ void table(const std::vector<std::string>& words) {
                                {"context", "N", "tokens of a chunk", "1024"},
                                {"chunks", "N", "chunks of the text, 0 for all", "2"},
                                {"markdown", "FILE", "write the table there as Markdown"}},
-                              transform_options(),
+                              {{"stats", "FILE", "statistics of 'calibrate'"}},
+                              quantizer_options(),
                               window_options("0", "0"),
                               common_options()}));
   if (!arguments.parse(words)) return;
   const std::vector<int> widths = parse_widths(arguments.list("bits"));
-  const Index context = arguments.integer("context", 2, 1 << 30),
+  const Index context = arguments.integer("context", 3, 1 << 30),
               chunks = arguments.integer("chunks", 0, 1 << 30);
   const Index length = arguments.integer("length", 1, 1 << 30),
               sequences = arguments.integer("sequences", 1, 1 << 20);
-  check_writable(arguments.text("json"));
-  check_writable(arguments.text("markdown"));
+  arguments.check_outputs({"json", "markdown"});
+  const bool calibrated = arguments.given("stats");
+  if (calibrated && arguments.given("calibrate-on"))
+    arguments.refuse("--stats and --calibrate-on came, expected one of them");
 
   Session session(arguments);
-  Transformer transformer(session.model, std::max(context, length), session.threads);
+  Transformer transformer(session.model, calibrated ? context : std::max(context, length), session.threads);
   const std::vector<Token> tokens = session.tokens_of(arguments.text("text"));
   const std::vector<std::span<const Token>> texts = cut_texts(tokens, context, chunks);
   TransformSource source(session.model, arguments);

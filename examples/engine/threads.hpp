@@ -18,16 +18,16 @@ class Threads {
  public:
   /// Throws `std::system_error` if the threads cannot be started.
   explicit Threads(int count) {
-    for (int i = 1; i < count; ++i) workers_.emplace_back([this, i] { work(i); });
+    try {
+      for (int i = 1; i < count; ++i) workers_.emplace_back([this, i] { work(i); });
+    } catch (...) {
+      stop();
+      throw;
+    }
   }
   Threads(const Threads&) = delete;
   Threads& operator=(const Threads&) = delete;
-  ~Threads() {
-    stopping_ = true;
-    start_.fetch_add(1);
-    start_.notify_all();
-    for (std::thread& worker : workers_) worker.join();
-  }
+  ~Threads() { stop(); }
 
   int count() const { return static_cast<int>(workers_.size()) + 1; }
 
@@ -52,6 +52,13 @@ class Threads {
   }
 
  private:
+  void stop() {
+    stopping_ = true;
+    start_.fetch_add(1);
+    start_.notify_all();
+    for (std::thread& worker : workers_) worker.join();
+  }
+
   void work(int thread) {
     for (std::uint64_t seen = 0;;) {
       start_.wait(seen);

@@ -11,6 +11,18 @@
 namespace engine {
 namespace {
 
+/// Throws `std::invalid_argument`, with the shapes, for statistics of another model.
+void check_statistics(const std::vector<wushkv::LayerStatistics>& statistics,
+                      const wushkv::AttentionHeads& heads, Index layers) {
+  const wushkv::AttentionHeads& found = statistics.front().heads();
+  if (static_cast<Index>(statistics.size()) != layers || found != heads)
+    wushkv::detail::invalid_argument("statistics are of ", statistics.size(), " layers of ",
+                                     found.query_heads, " query and ", found.kv_heads, " KV heads of ",
+                                     found.key_dim, "/", found.value_dim, ", expected the model's ", layers,
+                                     " of ", heads.query_heads, " query and ", heads.kv_heads,
+                                     " KV heads of ", heads.key_dim, "/", heads.value_dim);
+}
+
 /// The transforms of all layers; empty for none.
 std::vector<wushkv::LayerTransforms> build_all(const Statistics& statistics,
                                                const wushkv::AttentionHeads& heads, Index layers,
@@ -22,13 +34,6 @@ std::vector<wushkv::LayerTransforms> build_all(const Statistics& statistics,
     transforms.assign(static_cast<std::size_t>(layers), each);
     return transforms;
   }
-  const wushkv::AttentionHeads& found = statistics->front().heads();
-  if (static_cast<Index>(statistics->size()) != layers || found != heads)
-    wushkv::detail::invalid_argument("statistics are of ", statistics->size(), " layers of ",
-                                     found.query_heads, " query and ", found.kv_heads, " KV heads of ",
-                                     found.key_dim, "/", found.value_dim, ", expected the model's ", layers,
-                                     " of ", heads.query_heads, " query and ", heads.kv_heads,
-                                     " KV heads of ", heads.key_dim, "/", heads.value_dim);
   for (const wushkv::LayerStatistics& layer : *statistics)
     transforms.push_back(build_transforms(layer, options));
   return transforms;
@@ -38,9 +43,12 @@ std::vector<wushkv::LayerTransforms> build_all(const Statistics& statistics,
 
 std::vector<Option> transform_options() {
   return {{"transforms", "FILE", "transforms of 'build', for the codec 'file+…'"},
-          {"stats", "FILE", "statistics of 'calibrate', for codecs built from data"},
-          {"group", "N", "coordinates that share a scale, 0 for a whole head", "0"},
-          {"params", "16|32", "bits of a stored scale or zero", "16"}};
+          {"stats", "FILE", "statistics of 'calibrate', for codecs built from data"}};
+}
+
+std::vector<Option> quantizer_options() {
+  return {{"group", "N", "coordinates that share a scale, 0 for a whole head", "0"},
+          {"params", "16|32", "bits that a scale or a zero point is kept in", "16"}};
 }
 
 std::vector<Option> window_options(const std::string& sink, const std::string& recent) {
@@ -52,15 +60,40 @@ TransformSource::TransformSource(const Model& model, const Arguments& arguments)
   group_size_ = arguments.integer("group", 0, 1 << 20);
   sink_ = arguments.integer("sink", 0, 1 << 30);
   recent_ = arguments.integer("recent", 0, 1 << 30);
-  wide_params_ = arguments.integer("params", 16, 32) == 32;
-  if (!wide_params_ && arguments.text("params") != "16")
-    throw std::invalid_argument("wushkv-lm: --params is " + arguments.text("params") + ", expected 16 or 32");
-  if (const std::string path = arguments.text("transforms"); !path.empty()) {
-    file_ = wushkv::load_transforms(path).layers;
-    check_transforms(model.config.heads, model.config.layers, *file_);
+  const wushkv::AttentionHeads& heads = model.config.heads;
+  if (group_size_ > 0 && (heads.key_dim % group_size_ != 0 || heads.value_dim % group_size_ != 0))
+    arguments.refuse("--group is " + std::to_string(group_size_) +
+                     ", expected a divisor of the head dimension " + std::to_string(heads.key_dim));
+  const std::string params = arguments.text("params");
+  if (params != "16" && params != "32") arguments.refuse("--params is '" + params + "', expected 16 or 32");
+  wide_params_ = params == "32";
+  if (arguments.has("transforms") && arguments.given("transforms")) {
+    file_ = wushkv::load_transforms(arguments.text("transforms")).layers;
+    check_transforms(heads, model.config.layers, *file_);
   }
-  if (const std::string path = arguments.text("stats"); !path.empty())
-    statistics_ = std::make_shared<const std::vector<wushkv::LayerStatistics>>(wushkv::load_statistics(path));
+  if (arguments.given("stats")) {
+    set_statistics(std::make_shared<const std::vector<wushkv::LayerStatistics>>(
+        wushkv::load_statistics(arguments.text("stats"))));
+    check_statistics(*statistics_, heads, model.config.layers);
+  }
+}
+
+void TransformSource::check_use(const std::vector<CodecChoice>& choices) const {
+  bool wants_file = false, quantizes = false;
+  for (const CodecChoice& choice : choices) {
+    const bool from_data = !choice.from_file && needs_statistics(choice.construction);
+    if (choice.from_file && !file_)
+      throw std::invalid_argument("wushkv-lm: codec " + choice.name + " needs --transforms FILE, of 'build'");
+    if (from_data && !statistics_)
+      throw std::invalid_argument("wushkv-lm: codec " + choice.name + " needs --stats FILE, of 'calibrate'");
+    wants_file = wants_file || choice.from_file;
+    quantizes = quantizes || choice.key_bits > 0;
+  }
+  if (file_ && !wants_file)
+    throw std::invalid_argument("wushkv-lm: --transforms came, expected a codec 'file+…' that uses it");
+  // The same command line may go through all codecs; but there has to be one.
+  if (statistics_ && !quantizes)
+    throw std::invalid_argument("wushkv-lm: --stats came, expected a codec, as wush+quest:2");
 }
 
 const TransformSource::Ready& TransformSource::of(const CodecChoice& choice) {
@@ -68,11 +101,8 @@ const TransformSource::Ready& TransformSource::of(const CodecChoice& choice) {
   if (const auto there = ready_.find(name); there != ready_.end()) return there->second;
   Ready ready;
   if (choice.from_file) {
-    if (!file_) throw std::invalid_argument("wushkv-lm: codec " + choice.name + " needs --transforms FILE");
-    ready.transforms = *file_;
+    ready.transforms = file_.value();
   } else {
-    if (needs_statistics(choice.construction) && !statistics_)
-      throw std::invalid_argument("wushkv-lm: codec " + choice.name + " needs --stats FILE, of 'calibrate'");
     wushkv::BuildOptions options;
     options.construction = choice.construction;
     options.key_group_size = options.value_group_size = group_size_;

@@ -24,8 +24,10 @@ namespace engine {
 /// Of all layers of a model; null for none. A file that only hands them on needs no solvers.
 using Statistics = std::shared_ptr<const std::vector<wushkv::LayerStatistics>>;
 
-/// Where transforms come from, and what goes with them: `--transforms`, `--stats`, `--group`, `--params`.
+/// Where transforms come from: `--transforms`, `--stats`.
 std::vector<Option> transform_options();
+/// How they are kept: `--group`, `--params`.
+std::vector<Option> quantizer_options();
 /// How a cache keeps its tokens: `--sink` and `--recent`, with these defaults.
 std::vector<Option> window_options(const std::string& sink, const std::string& recent);
 
@@ -37,13 +39,17 @@ class TransformSource {
     std::vector<FoldedWeights> folded;
   };
 
-  /// Reads what `transform_options` name.
+  /// Reads what `transform_options` name. `arguments` have `quantizer_options` and `window_options`, too.
+  /// Throws for files that are of another model.
   TransformSource(const Model& model, const Arguments& arguments);
   /// Statistics that were gathered in this run.
   void set_statistics(Statistics statistics) { statistics_ = std::move(statistics); }
   bool has_statistics() const { return statistics_ != nullptr; }
+  /// Throws `std::invalid_argument` for a file that was given and none of the codecs makes use of, and for
+  /// codecs that lack one.
+  void check_use(const std::vector<CodecChoice>& choices) const;
 
-  /// Throws `std::invalid_argument` if the codec needs a file or statistics that were not given.
+  /// What the codec needs must be there (`check_use`).
   const Ready& of(const CodecChoice& choice);
   /// Everything of the cache that the choice and `transform_options` and `window_options` settle.
   CacheSettings settings(const CodecChoice& choice) const;

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <stdexcept>
 
 #include "wushkv/calibrate/fold.hpp"
 #include "wushkv/core/error.hpp"
@@ -15,8 +16,9 @@ namespace {
 void rms_norm(const Batch<float>& x, const Vector<float>& weight, double epsilon, Batch<float>& y) {
   y.resize(x.rows(), x.cols());
   for (Index i = 0; i < x.rows(); ++i) {
-    const float gain =
-        1 / std::sqrt(x.row(i).squaredNorm() / static_cast<float>(x.cols()) + static_cast<float>(epsilon));
+    // In double: squares of floats overflow from 1e19 on.
+    const double squares = x.row(i).cast<double>().squaredNorm();
+    const auto gain = static_cast<float>(1 / std::sqrt(squares / static_cast<double>(x.cols()) + epsilon));
     y.row(i) = gain * x.row(i).cwiseProduct(weight.transpose());
   }
 }
@@ -52,6 +54,10 @@ const Batch<float>& Transformer::forward(std::span<const Token> tokens, Parts pa
   check(tokens, parts, path);
   for (Probe& probe : probes) {
     check(tokens, parts, probe.path);
+    for (const KvCache::Part& part : parts)
+      if (probe.path.cache->length(part.sequence) != path.cache->length(part.sequence))
+        wushkv::detail::invalid_argument("a probe's cache has ", probe.path.cache->length(part.sequence),
+                                         " tokens, expected ", path.cache->length(part.sequence));
     probe.errors.resize(static_cast<std::size_t>(model_.config.layers));
   }
   positions_.clear();
@@ -77,6 +83,8 @@ const Batch<float>& Transformer::forward(std::span<const Token> tokens, Parts pa
 Batch<float> Transformer::logits(const Eigen::Ref<const Batch<float>>& hidden) const {
   Batch<float> result;
   multiply(hidden, model_.output_weight(), result);
+  // Weights can be finite and still overflow what they are multiplied with.
+  if (!wushkv::all_finite(result)) throw std::runtime_error("wushkv-lm: the model's logits are not finite");
   return result;
 }
 
@@ -88,10 +96,10 @@ void Transformer::check(std::span<const Token> tokens, Parts parts, const CacheP
   Index rows = 0;
   const Index most = std::min(context(), path.cache->capacity());
   for (const KvCache::Part& part : parts) {
-    const Index length = path.cache->length(part.sequence) + part.tokens;
-    if (part.tokens < 1 || length > most)
-      invalid_argument("a sequence would have ", length, " tokens with ", part.tokens,
-                       " new ones, expected at least one new and at most ", most, " in all");
+    const Index length = path.cache->length(part.sequence);
+    if (part.tokens < 1 || part.tokens > most - length)
+      invalid_argument(part.tokens, " new tokens came for a sequence of ", length,
+                       ", expected at least one and at most ", most, " in all");
     rows += part.tokens;
   }
   if (rows != static_cast<Index>(tokens.size()) || rows == 0)

@@ -42,7 +42,8 @@ class Transformer {
   Transformer(const Model& model, Index context, Threads& threads);
 
   using Parts = std::span<const KvCache::Part>;
-  /// Sees a layer's queries and keys, after RoPE, and values, unfolded: `[tokens, heads * dim]`.
+  /// Sees a layer's queries and keys, after RoPE, and values, as the path's weights make them (unfolded
+  /// without transforms): `[tokens, heads * dim]`.
   using Observer =
       std::function<void(Index layer, const Batch<float>& q, const Batch<float>& k, const Batch<float>& v)>;
 
@@ -52,7 +53,8 @@ class Transformer {
   const Batch<float>& forward(std::span<const Token> tokens, Parts parts, const CachePath& path,
                               const Observer& observer = {}, std::span<Probe> probes = {});
 
-  /// The logits of some of the hidden states, `[rows, vocabulary]`.
+  /// The logits of some of the hidden states, `[rows, vocabulary]`. Throws `std::runtime_error` if they are
+  /// not finite.
   Batch<float> logits(const Eigen::Ref<const Batch<float>>& hidden) const;
 
   const Model& model() const { return model_; }
