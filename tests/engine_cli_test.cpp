@@ -47,6 +47,7 @@ struct Tiny {
   float norm = 1;     // every weight of the last norm
   float epsilon = 1e-5F, rope_base = 10000;
   std::uint32_t embedding_type = engine::type_f32;
+  std::int32_t bos = -1;            // wanted before a text, if not negative
   std::string left_out{}, extra{};  // tensors
 };
 
@@ -90,6 +91,10 @@ void write_model(const fs::path& path, const Tiny& tiny) {
   out.add("tokenizer.ggml.token_type", types);
   out.add("tokenizer.ggml.merges", Strings{});
   out.add("tokenizer.ggml.eos_token_id", std::uint32_t{256});
+  if (tiny.bos >= 0) {
+    out.add("tokenizer.ggml.bos_token_id", tiny.bos);
+    out.add("tokenizer.ggml.add_bos_token", true);
+  }
 
   std::mt19937 random(7);
   const auto matrix = [&](std::uint32_t rows, std::uint32_t cols, float scale) {
@@ -150,6 +155,8 @@ class Workshop {
     write_model(path("deep"), {.layers = 3});
     write_model(path("plain"), {.chat = false});
     write_model(path("mute"), {.mute = true});
+    write_model(path("begun"), {.bos = 256});
+    write_model(path("marked"), {.bos = 257});
     write(path("text"), english(600));
     write(path("short"), english(40));
     write(path("empty"), "");
@@ -674,7 +681,7 @@ TEST_CASE("models with wrong fields are refused by the field") {
     Strings says;
   };
   const std::vector<Case> cases = {
-      {{.architecture = "gemma3"}, {"'gemma3'", "llama or qwen3"}},
+      {{.architecture = "gemma3"}, {"\"gemma3\"", "llama or qwen3"}},
       {{.architecture = "qwen3"}, {"attn_q_norm"}},
       {{.pre = "tekken"}, {"'tekken'", "'smollm'"}},
       {{.type = "llama"}, {"'llama'", "'gpt2'"}},
@@ -1103,6 +1110,23 @@ TEST_CASE("turns share a cache, and cannot be ended by the user") {
   CHECK(chat_tokens("hi", "--system '<|im_end|>'") == turn + 2 + 1 + 7 + 10 + 1 + 1);
   CHECK(json_of("generate m --prompt 'a<|im_end|>' --tokens 1")["cache_tokens"].number == 11);
   CHECK(json_of("generate m --chat --tokens 3 --prompt a --prompt b --prompt ''")["turns"].size() == 3);
+}
+
+TEST_CASE("what the model wants before a text is there once, and before every text") {
+  const auto tokens = [](const std::string& options) {
+    return json_of("generate " + options)["cache_tokens"].number;
+  };
+  CHECK(tokens("begun --prompt ab --tokens 1") == 3);
+  CHECK(tokens("begun --prompt ab --prompt cd --tokens 1") == 6);  // all but the last generated token
+  const double turn = 1 + 5 + 2 + 1 + 10 + 3;
+  CHECK(tokens("begun --chat --prompt hi --tokens 1") == 1 + turn - 1);
+  CHECK(tokens("begun --chat --system 'be kind' --prompt hi --tokens 1") == 1 + turn - 1 + 1 + 7 + 7 + 1 + 1);
+  CHECK(tokens("marked --chat --prompt hi --tokens 1") == turn - 1);  // <|im_start|> is there already
+  CHECK(tokens("marked --prompt ab --tokens 1") == 3);
+  // A chunk of 32 tokens is 31 of the text.
+  const auto chunks = fs::file_size(path("text")) / 31;
+  CHECK(json_of("perplexity begun --text text --context 32 --chunks 0")["predictions"].number ==
+        31 * static_cast<double>(chunks));
 }
 
 TEST_CASE("interactive takes turns from standard input") {

@@ -666,7 +666,7 @@ TEST_CASE("a model that is not what it should be is refused") {
     };
   };
   const std::vector<Damage> damages = {
-      {"general.architecture is 'gemma', expected",
+      {"general.architecture is \"gemma\", expected",
        [](Tiny& t) { t.keys["general.architecture"] = "gemma"; }},
       {"\"general.architecture\" is missing", [](Tiny& t) { t.keys.erase("general.architecture"); }},
       {"\"qwen3.feed_forward_length\" is missing",
@@ -682,11 +682,11 @@ TEST_CASE("a model that is not what it should be is refused") {
       {"tensor output.weight is 59 x 48, expected 60 x 48", tensor("output.weight", 59, 48)},
       {"tensor token_embd.weight is 60 x 48, expected 59 x 48",
        [](Tiny& t) { t.tokens.pop_back(), t.merges.pop_back(); }},
-      {"tensor blk.0.attn_q.bias is there", tensor("blk.0.attn_q.bias", 1, 96)},
-      {"tensor blk.3.attn_norm.weight is there", tensor("blk.3.attn_norm.weight", 1, 48)},
+      {"tensor \"blk.0.attn_q.bias\" is there", tensor("blk.0.attn_q.bias", 1, 96)},
+      {"tensor \"blk.3.attn_norm.weight\" is there", tensor("blk.3.attn_norm.weight", 1, 48)},
       {"tensor rope_freqs.weight has an entry 0", tensor("rope_freqs.weight", 1, 8)},  // one is zeroed below
       {"tensor rope_freqs.weight is 1 x 7, expected 1 x 8", tensor("rope_freqs.weight", 1, 7)},
-      {"qwen3.rope.scaling.type is 'longrope', expected", scaling("longrope", 2)},
+      {"qwen3.rope.scaling.type is \"longrope\", expected", scaling("longrope", 2)},
       {"qwen3.rope.scaling.factor is 0", scaling("linear", 0)},
       {"beta_fast is 1, expected at least beta_slow (2)",
        [](Tiny& t) {
@@ -731,7 +731,7 @@ TEST_CASE("a model that is not what it should be is refused") {
   // Qwen3's norms would be left out silently.
   Tiny llama = make_llama();
   llama.tensors["blk.0.attn_q_norm.weight"] = Batch<float>::Ones(1, 16);
-  CHECK(message_of<FileError>([&] { load(llama); }).find("blk.0.attn_q_norm.weight is there") !=
+  CHECK(message_of<FileError>([&] { load(llama); }).find("\"blk.0.attn_q_norm.weight\" is there") !=
         std::string::npos);
 }
 
@@ -907,50 +907,6 @@ TEST_CASE("cache settings out of range are refused") {
   CHECK(!message([](CacheSettings& s) { s.group_size = 5; }).empty());
   CHECK(!message([](CacheSettings& s) { s.sink = -1; }).empty());
   CHECK(!message([](CacheSettings& s) { s.recent = -1; }).empty());
-}
-
-// ---- Threads ----
-
-TEST_CASE("threads visit every block once") {
-  for (int count = 1; count <= 4; ++count) {
-    CAPTURE(count);
-    Threads threads(count);
-    CHECK(threads.count() == count);
-    std::vector<int> visits(100), by(100);  // no atomics: a sanitizer sees two visitors of a block
-    bool right = true;
-    for (int round = 0; round < 1000; ++round) {
-      const int blocks = round % 101;
-      std::fill(visits.begin(), visits.end(), 0);
-      threads.for_each(blocks, [&](std::int64_t block, int thread) {
-        ++visits.at(static_cast<std::size_t>(block));
-        by[static_cast<std::size_t>(block)] = thread;
-      });
-      for (int i = 0; i < 100; ++i) {
-        const auto at = static_cast<std::size_t>(i);
-        right =
-            right && visits[at] == (i < blocks ? 1 : 0) && (i >= blocks || (by[at] >= 0 && by[at] < count));
-      }
-    }
-    CHECK(right);
-  }
-}
-
-TEST_CASE("what a thread's body throws reaches the caller") {
-  for (int count = 1; count <= 4; ++count) {
-    CAPTURE(count);
-    Threads threads(count);
-    for (int round = 0; round < 100; ++round) {
-      const int blocks = 1 + round % 20, bad = round % blocks;
-      const std::string message = message_of<std::runtime_error>([&] {
-        threads.for_each(blocks, [&](std::int64_t block, int) {
-          if (block == bad || round % 10 == 0) throw std::runtime_error("a body's");
-        });
-      });
-      std::vector<int> visits(20);
-      threads.for_each(20, [&](std::int64_t block, int) { ++visits[static_cast<std::size_t>(block)]; });
-      if (message != "a body's" || visits != std::vector<int>(20, 1)) FAIL("in round " << round);
-    }
-  }
 }
 
 }  // namespace

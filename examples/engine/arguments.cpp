@@ -41,6 +41,7 @@ bool Arguments::parse(const std::vector<std::string>& words) {
     } else {
       if (i + 1 == words.size()) refuse(word + " came without a value, expected " + known->value);
       given_.push_back({known->name, words[++i]});
+      if (known->value == "FILE" && words[i].empty()) refuse(word + " is empty, expected a file's name");
     }
   }
   if (found_.size() < positional_.size()) refuse(positional_[found_.size()] + " is missing");
@@ -110,16 +111,20 @@ std::vector<std::string> Arguments::list(std::string_view name) const {
 void Arguments::check_outputs(const std::vector<std::string>& names) const {
   const auto same = [](const std::string& a, const std::string& b) {
     std::error_code ignored;
-    return a == b || std::filesystem::equivalent(a, b, ignored);
+    if (a == b || std::filesystem::equivalent(a, b, ignored)) return true;
+    // Neither may exist yet, and the same file has many spellings.
+    const auto spelled = [&](const std::string& path) {
+      return std::filesystem::weakly_canonical(std::filesystem::absolute(path, ignored), ignored);
+    };
+    return spelled(a) == spelled(b) && !spelled(a).empty();
   };
   for (const std::string& name : names) {
     if (!given(name)) continue;
     const std::string path = text(name);
-    if (path.empty()) refuse("--" + name + " is empty, expected a file's name");
     for (const std::string& read : found_)
       if (same(path, read)) refuse("--" + name + " is " + path + ", which is read, expected another file");
     for (const Given& g : given_)
-      if (g.name != name && !g.value.empty() && same(path, g.value))
+      if (g.name != name && option(g.name).value == "FILE" && same(path, g.value))
         refuse("--" + name + " and --" + g.name + " are both " + path + ", expected different files");
     check_writable(path);
   }

@@ -13,10 +13,6 @@
 namespace engine {
 namespace {
 
-std::vector<wushkv::LayerStatistics> no_statistics(const Model& model) {
-  return {static_cast<std::size_t>(model.config.layers), wushkv::LayerStatistics(model.config.heads)};
-}
-
 void merge_into(std::vector<wushkv::LayerStatistics>& statistics,
                 const std::vector<wushkv::LayerStatistics>& more, const std::string& name) {
   if (more.size() != statistics.size())
@@ -59,25 +55,21 @@ void calibrate(const std::vector<std::string>& words) {
   Session session(arguments);
   Transformer transformer(session.model, length, session.threads);
   // Before the work: others' statistics may be of another model.
-  std::vector<wushkv::LayerStatistics> statistics = no_statistics(session.model);
+  std::vector<wushkv::LayerStatistics> statistics = empty_statistics(session.model);
   for (const std::string& other : arguments.texts("merge"))
     merge_into(statistics, wushkv::load_statistics(other), other);
-  std::vector<Token> tokens;
-  std::vector<std::vector<Token>> samples;
-  std::vector<std::span<const Token>> texts;
+  std::vector<std::vector<Token>> texts;
   if (arguments.given("text")) {
-    tokens = session.tokens_of(arguments.text("text"));
-    texts = cut_texts(tokens, length, sequences);
+    texts = session.texts_of(arguments.text("text"), length, sequences);
   } else {
     Progress progress("sampling", static_cast<double>(length));
-    samples = own_samples(transformer, session.first_token(), sequences, length, seed,
-                          [&](Index) { progress.advance(); });
+    texts = own_samples(transformer, session.first_token(), sequences, length, seed,
+                        [&](Index) { progress.advance(); });
+  }
+  if (arguments.given("save-samples")) {
     std::string readable;
-    for (const std::vector<Token>& sample : samples) {
-      texts.emplace_back(sample);
-      readable += session.tokenizer.decode(sample, true) + "\n";
-    }
-    if (arguments.given("save-samples")) write_text(arguments.text("save-samples"), readable);
+    for (const std::vector<Token>& sample : texts) readable += session.tokenizer.decode(sample, true) + "\n";
+    write_text(arguments.text("save-samples"), readable);
   }
 
   Progress progress("calibrating", static_cast<double>(length * sequences));

@@ -3,9 +3,9 @@
 #define WUSHKV_EXAMPLES_ENGINE_CODEC_CACHE_HPP
 
 #include <algorithm>
+#include <limits>
 #include <memory>
-#include <stdexcept>
-#include <string>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -182,7 +182,8 @@ inline wushkv::Dense<float> dense_transform(const wushkv::BlockTransform& blocks
     inverse.block(at, at, d, d) = block.inverse_matrix();
     at += d;
   }
-  return wushkv::Dense<double>(wushkv::MatrixPair{forward, inverse}).cast<float>();
+  // The blocks were checked when they were made or read, by what their precision allows.
+  return wushkv::Dense<float>(wushkv::MatrixPair{forward, inverse}, std::numeric_limits<double>::infinity());
 }
 
 /// A cache of this quantizer for keys and for values.

@@ -81,15 +81,19 @@ std::vector<double> relative_errors(const Probe& probe) {
   return errors;
 }
 
-std::vector<std::span<const Token>> cut_texts(std::span<const Token> tokens, Index length, Index count) {
-  const auto most = static_cast<Index>(tokens.size()) / length;
-  if (count > most || most == 0)
+std::vector<std::vector<Token>> cut_texts(std::span<const Token> tokens, std::span<const Token> prefix,
+                                          Index length, Index count) {
+  const Index step = length - static_cast<Index>(prefix.size());
+  const Index wanted = std::max<Index>(count, 1);
+  if (step < 1 || static_cast<Index>(tokens.size()) / step < wanted)
     wushkv::detail::invalid_argument("the text has ", tokens.size(), " tokens, expected at least ",
-                                     std::max<Index>(count, 1) * length, ": ", std::max<Index>(count, 1),
-                                     " x ", length);
-  std::vector<std::span<const Token>> texts;
-  for (Index i = 0; i < (count > 0 ? count : most); ++i)
-    texts.push_back(tokens.subspan(static_cast<std::size_t>(i * length), static_cast<std::size_t>(length)));
+                                     wanted * std::max<Index>(step, 1), " for ", wanted, " x ", length);
+  if (count == 0) count = static_cast<Index>(tokens.size()) / step;
+  std::vector<std::vector<Token>> texts;
+  for (Index i = 0; i < count; ++i) {
+    texts.emplace_back(prefix.begin(), prefix.end());
+    texts.back().insert(texts.back().end(), tokens.begin() + i * step, tokens.begin() + (i + 1) * step);
+  }
   return texts;
 }
 

@@ -33,9 +33,10 @@ void module_errors(Transformer& transformer, std::span<const Token> text, KvCach
 /// Relative errors, one a layer.
 std::vector<double> relative_errors(const Probe& probe);
 
-/// The first `count` texts of `length` tokens; 0 for all there are. Throws `std::invalid_argument` if there
-/// are fewer.
-std::vector<std::span<const Token>> cut_texts(std::span<const Token> tokens, Index length, Index count);
+/// The first `count` texts of `length` tokens each, `prefix` included, with which every one begins; all there
+/// are for a count of 0. Throws `std::invalid_argument` if there are fewer.
+std::vector<std::vector<Token>> cut_texts(std::span<const Token> tokens, std::span<const Token> prefix,
+                                          Index length, Index count);
 
 /// Samples texts from the model itself, all at the same time, at temperature 1 and min-p 0.02: calibration
 /// data where there is none. Sequences begin with `first`.

@@ -16,6 +16,12 @@
 namespace engine {
 namespace {
 
+/// To standard output at once, whatever bytes they are.
+void write(const std::string& text) {
+  std::fwrite(text.data(), 1, text.size(), stdout);
+  std::fflush(stdout);
+}
+
 std::span<const float> last_row(const Batch<float>& batch) {
   return {batch.row(batch.rows() - 1).data(), static_cast<std::size_t>(batch.cols())};
 }
@@ -61,14 +67,12 @@ class Conversation {
       waiting_.push_back(next);
       if (std::find(ends_.begin(), ends_.end(), next) != ends_.end()) break;
       generated.push_back(next);
-      std::fputs(stream.push(tokenizer_.piece(next)).c_str(), stdout);
-      std::fflush(stdout);
-      if (static_cast<Index>(generated.size()) == most || room() < 2) break;
+      write(stream.push(tokenizer_.piece(next)));
+      if (static_cast<Index>(generated.size()) == most || room() < 1) break;
       next = sampler_.sample(last_row(step()));
       decode_tokens_ += 1;
     }
-    std::printf("%s\n", stream.finish().c_str());
-    std::fflush(stdout);
+    write(stream.finish() + "\n");
     decode_seconds_ += seconds() - begin;
     return generated;
   }
@@ -107,12 +111,12 @@ class Conversation {
   double prefill_seconds_ = 0, prefill_tokens_ = 0, decode_seconds_ = 0, decode_tokens_ = 0;
 };
 
-/// A user's turn as ChatML, which llama-style SmolLM2 and Qwen3 both speak. The user's text is taken as text:
-/// no token in it can end the turn.
-void add_turn(Conversation& conversation, const Tokenizer& tokenizer, const std::string& system,
+/// A user's turn as ChatML, which SmolLM2 and Qwen3 both speak, without their default system prompts. The
+/// user's text is taken as text: no token in it can end the turn.
+void add_turn(Conversation& conversation, bool first, const Tokenizer& tokenizer, const std::string& system,
               const std::string& user) {
   const auto marker = [&](const std::string& text) { conversation.add(tokenizer.encode(text, true)); };
-  if (conversation.empty()) {
+  if (first) {
     if (!system.empty()) {
       marker("<|im_start|>system\n");
       conversation.add(tokenizer.encode(system));
@@ -187,14 +191,17 @@ void generate(const std::vector<std::string>& words) {
   Json turns = Json::array();
   std::size_t turn_count = 0;
   const auto turn = [&](const std::string& prompt) {
-    if (conversation.empty()) conversation.add(session.prefix());
+    const bool first = conversation.empty();
+    // In a chat the first marker may be what goes before a text.
+    if (first && !(chat && session.prefix() == session.tokenizer.encode("<|im_start|>", true)))
+      conversation.add(session.prefix());
     if (chat)
-      add_turn(conversation, session.tokenizer, arguments.text("system"), prompt);
+      add_turn(conversation, first, session.tokenizer, arguments.text("system"), prompt);
     else
       conversation.add(session.tokenizer.encode(prompt));
     if (conversation.empty()) arguments.refuse("--prompt is empty, expected text");
     conversation.check_room();
-    if (!chat) std::fputs(prompt.c_str(), stdout);
+    if (!chat) write(prompt);
     const std::vector<Token> tokens = conversation.continue_text(most);
     ++turn_count;
     turns.push(Json::object()
@@ -206,6 +213,7 @@ void generate(const std::vector<std::string>& words) {
   const char* const prompt_sign = isatty(STDIN_FILENO) != 0 ? "> " : "";
   std::string line;
   while (interactive && (std::fputs(prompt_sign, stderr), std::getline(std::cin, line))) {
+    if (line.ends_with('\r')) line.pop_back();
     if (line.empty()) continue;
     try {
       turn(line);

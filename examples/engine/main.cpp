@@ -44,7 +44,7 @@ int main(int argc, char** argv) {
   words.erase(words.begin());
   if (name == "--help" || name == "-h") {
     print_usage(stdout);
-    return 0;
+    return std::fflush(stdout) == 0 ? 0 : 2;
   }
   try {
     for (const Verb& verb : verbs)

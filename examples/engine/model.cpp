@@ -68,15 +68,16 @@ wushkv::RopeScaling read_scaling(const GgufFile& file, const Settings& settings,
                               (yarn.factor > 1 ? 0.1 * std::log(yarn.factor) + 1 : 1.0);
     return yarn;
   }
-  file_error("gguf: ", settings.key("rope.scaling.type"), " is '", type,
-             "', expected none, linear or yarn (Llama 3's comes as a tensor)");
+  file_error("gguf: ", settings.key("rope.scaling.type"), " is ", quote_name(type),
+             ", expected none, linear or yarn (Llama 3's comes as a tensor)");
 }
 
 ModelConfig read_config(const GgufFile& file) {
   ModelConfig config;
   config.architecture = file.string("general.architecture");
   if (config.architecture != "llama" && config.architecture != "qwen3")
-    file_error("gguf: general.architecture is '", config.architecture, "', expected llama or qwen3");
+    file_error("gguf: general.architecture is ", quote_name(config.architecture),
+               ", expected llama or qwen3");
   const Settings settings(file, config.architecture);
   config.layers = settings.size("block_count");
   config.width = settings.size("embedding_length");
@@ -129,7 +130,7 @@ class Tensors {
   void check_all_taken() const {
     for (const GgufTensor& tensor : file_.tensors())
       if (taken_.find(tensor.name) == taken_.end())
-        file_error("gguf: tensor ", tensor.name,
+        file_error("gguf: tensor ", quote_name(tensor.name),
                    " is there, expected none but those of plain llama and qwen3 models");
   }
 
@@ -206,7 +207,5 @@ Model load_model(const std::filesystem::path& path) {
     file_error(path.string(), ": ", error.what());
   }
 }
-
-Vocabulary load_vocabulary(const std::filesystem::path& path) { return read_vocabulary(GgufFile(path)); }
 
 }  // namespace engine

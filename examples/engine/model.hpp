@@ -64,9 +64,6 @@ Model load_model(const std::filesystem::path& path);
 /// The same from an open file.
 Model load_model(const GgufFile& file);
 
-/// Only the vocabulary of the file.
-Vocabulary load_vocabulary(const std::filesystem::path& path);
-
 }  // namespace engine
 
 #endif  // WUSHKV_EXAMPLES_ENGINE_MODEL_HPP

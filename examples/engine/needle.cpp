@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <random>
 #include <sstream>
+#include <stdexcept>
 
 #include "engine/evaluation.hpp"
 #include "engine/progress.hpp"
@@ -64,11 +65,13 @@ Haystack make_haystack(const Session& session, const Filler& filler, Index lengt
     throw std::invalid_argument("wushkv-lm needle: --lengths has " + std::to_string(length) +
                                 ", expected at least " + std::to_string(length - room + 1));
   const Index wanted = static_cast<Index>(std::llround(depth * static_cast<double>(room)));
-  Index at = wanted;
-  for (const Index begin : filler.begins)
-    if (begin <= room && std::abs(begin - wanted) <= room / 20 &&
-        (at == wanted || std::abs(begin - wanted) < std::abs(at - wanted)))
-      at = begin;
+  Index at = wanted, nearest = room / 20 + 1;
+  for (const Index begin : filler.begins) {
+    const Index far = std::abs(begin - wanted);
+    if (begin > room || far >= nearest) continue;
+    at = begin;
+    nearest = far;
+  }
   Haystack h;
   h.text = prefix;
   h.text.insert(h.text.end(), filler.tokens.begin(), filler.tokens.begin() + at);
@@ -83,7 +86,7 @@ Haystack make_haystack(const Session& session, const Filler& filler, Index lengt
 
 /// What came of the haystacks of one depth and length under one codec.
 struct Score {
-  double right = 0;       // share of keys that the likeliest tokens spell
+  double right = 0;       // keys that the likeliest tokens spell; their share in the end
   double likelihood = 0;  // log-likelihood of the second half given the first, nats a token
   int trials = 0;
 };
@@ -125,18 +128,20 @@ struct Grid {
   std::vector<double> depths;
   std::vector<Score> scores;  // [codec, length, depth]
 
+  std::size_t index(std::size_t codec, std::size_t length, std::size_t depth) const {
+    return (codec * lengths.size() + length) * depths.size() + depth;
+  }
   Score& at(std::size_t codec, std::size_t length, std::size_t depth) {
-    return scores[(codec * lengths.size() + length) * depths.size() + depth];
+    return scores[index(codec, length, depth)];
   }
   const Score& at(std::size_t codec, std::size_t length, std::size_t depth) const {
-    return const_cast<Grid*>(this)->at(codec, length, depth);
+    return scores[index(codec, length, depth)];
   }
   Score mean(std::size_t codec, std::size_t length) const {
     Score sum;
     for (std::size_t d = 0; d < depths.size(); ++d) {
       sum.right += at(codec, length, d).right / static_cast<double>(depths.size());
       sum.likelihood += at(codec, length, d).likelihood / static_cast<double>(depths.size());
-      sum.trials += at(codec, length, d).trials;
     }
     return sum;
   }

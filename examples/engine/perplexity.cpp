@@ -64,8 +64,7 @@ void perplexity(const std::vector<std::string>& words) {
 
   Session session(arguments);
   Transformer transformer(session.model, context, session.threads);
-  const std::vector<Token> tokens = session.tokens_of(arguments.text("text"));
-  const std::vector<std::span<const Token>> texts = cut_texts(tokens, context, chunks);
+  const std::vector<std::vector<Token>> texts = session.texts_of(arguments.text("text"), context, chunks);
   TransformSource source(session.model, arguments);
   source.check_use({choice});
   CacheSettings settings = source.settings(choice);
@@ -82,7 +81,7 @@ void perplexity(const std::vector<std::string>& words) {
                     static_cast<double>(context) * static_cast<double>(texts.size()) * (errors ? 2 : 1));
   const auto step = [&](Index count) { progress.advance(static_cast<double>(count)); };
   Likelihood sum;
-  for (const std::span<const Token> text : texts)
+  for (const std::vector<Token>& text : texts)
     sum += likelihood(transformer, text, cache.path(), batch, step);
   const double time = progress.elapsed();
   const CacheUsage usage = cache.cache->usage();
@@ -92,7 +91,7 @@ void perplexity(const std::vector<std::string>& words) {
     unquantized.capacity = context;
     const std::unique_ptr<KvCache> exact =
         make_cache(session.model.config.heads, session.model.config.layers, {}, unquantized);
-    for (const std::span<const Token> text : texts) {
+    for (const std::vector<Token>& text : texts) {
       module_errors(transformer, text, *exact, probes, batch);
       step(context);
     }

@@ -32,7 +32,7 @@ class Sampler {
 /// The likeliest token.
 Token likeliest(std::span<const float> logits);
 
-/// log softmax(logits)[token], in double.
+/// log softmax(logits)[token]; the sum over the vocabulary is in double.
 double log_probability(std::span<const float> logits, Token token);
 
 }  // namespace engine

@@ -7,6 +7,8 @@
 #include <stdexcept>
 #include <thread>
 
+#include "engine/evaluation.hpp"
+
 #ifndef WUSHKV_EXAMPLE_DATA  // set by the build
 #define WUSHKV_EXAMPLE_DATA "examples/data"
 #endif
@@ -40,13 +42,11 @@ Session::Session(const Arguments& arguments)
       tokenizer(model.vocabulary),
       threads(thread_count(arguments)) {}
 
-std::vector<Token> Session::tokens_of(const std::string& path) const {
+std::vector<std::vector<Token>> Session::texts_of(const std::string& path, Index length, Index count) const {
   const std::string file = path.empty() ? default_text() : path;
-  const std::vector<Token> text = tokenizer.encode(read_text(file));
-  if (text.empty()) throw std::invalid_argument("wushkv-lm: the text " + file + " is empty, expected some");
-  std::vector<Token> tokens = prefix();
-  tokens.insert(tokens.end(), text.begin(), text.end());
-  return tokens;
+  const std::vector<Token> tokens = tokenizer.encode(read_text(file));
+  if (tokens.empty()) throw std::invalid_argument("wushkv-lm: the text " + file + " is empty, expected some");
+  return cut_texts(tokens, prefix(), length, count);
 }
 
 std::vector<Token> Session::prefix() const {

@@ -25,9 +25,10 @@ std::string default_text();
 struct Session {
   explicit Session(const Arguments& arguments);
 
-  /// The tokens of a file, after the token that the model wants before a text, if any; of the text that comes
-  /// with this program if `path` is empty. Throws `std::invalid_argument` if there are none.
-  std::vector<Token> tokens_of(const std::string& path) const;
+  /// `count` texts of `length` tokens each (`cut_texts`) of a file, of the text that comes with this program
+  /// if `path` is empty. Each begins with what the model wants before a text. Throws `std::invalid_argument`
+  /// if there are too few tokens.
+  std::vector<std::vector<Token>> texts_of(const std::string& path, Index length, Index count) const;
   /// What goes before a text.
   std::vector<Token> prefix() const;
   /// The token that the model's own texts begin with: what sets documents apart, or the model's own choice.

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <cstdio>
+#include <iterator>
+#include <stdexcept>
 
 #include "engine/evaluation.hpp"
 #include "engine/progress.hpp"
@@ -45,11 +47,9 @@ struct Bench {
   Session& session;
   Transformer& transformer;
   TransformSource& source;
-  const std::vector<std::span<const Token>>& texts;
+  const std::vector<std::vector<Token>>& texts;
   Index context, batch;
   Progress& progress;
-
-  double steps() const { return static_cast<double>(texts.size()); }
 };
 
 /// One width: the modules' errors of all rows from the same exact passes, then each row's perplexity.
@@ -68,14 +68,14 @@ Column measure(const Bench& bench, int bits) {
   CacheSettings unquantized;
   unquantized.capacity = bench.context;
   const std::unique_ptr<KvCache> exact = make_cache(config.heads, config.layers, {}, unquantized);
-  for (const std::span<const Token> text : bench.texts) {
+  for (const std::vector<Token>& text : bench.texts) {
     module_errors(bench.transformer, text, *exact, probes, bench.batch);
     bench.progress.advance(2);
   }
   for (std::size_t r = 0; r < row_count; ++r) {
     Cell& cell = column.cells[r];
     Likelihood sum;
-    for (const std::span<const Token> text : bench.texts) {
+    for (const std::vector<Token>& text : bench.texts) {
       sum += likelihood(bench.transformer, text, caches[r].path(), bench.batch);
       bench.progress.advance();
     }
@@ -211,25 +211,20 @@ void table(const std::vector<std::string>& words) {
 
   Session session(arguments);
   Transformer transformer(session.model, calibrated ? context : std::max(context, length), session.threads);
-  const std::vector<Token> tokens = session.tokens_of(arguments.text("text"));
-  const std::vector<std::span<const Token>> texts = cut_texts(tokens, context, chunks);
+  const std::vector<std::vector<Token>> texts = session.texts_of(arguments.text("text"), context, chunks);
   TransformSource source(session.model, arguments);
   if (!source.has_statistics()) {
-    std::vector<Token> calibration;
-    std::vector<std::vector<Token>> samples;
-    std::vector<std::span<const Token>> calibration_texts;
+    std::vector<std::vector<Token>> calibration;
     if (arguments.given("calibrate-on")) {
-      calibration = session.tokens_of(arguments.text("calibrate-on"));
-      calibration_texts = cut_texts(calibration, length, sequences);
+      calibration = session.texts_of(arguments.text("calibrate-on"), length, sequences);
     } else {
       Progress progress("sampling", static_cast<double>(length));
-      samples = own_samples(transformer, session.first_token(), sequences, length, 0,
-                            [&](Index) { progress.advance(); });
-      calibration_texts.assign(samples.begin(), samples.end());
+      calibration = own_samples(transformer, session.first_token(), sequences, length, 0,
+                                [&](Index) { progress.advance(); });
     }
     Progress progress("calibrating", static_cast<double>(length * sequences));
     source.set_statistics(gather_statistics(
-        transformer, calibration_texts, [&](Index count) { progress.advance(static_cast<double>(count)); }));
+        transformer, calibration, [&](Index count) { progress.advance(static_cast<double>(count)); }));
   }
 
   const auto passes = static_cast<double>(texts.size() * (1 + widths.size() * (row_count + 2)));
@@ -237,13 +232,15 @@ void table(const std::vector<std::string>& words) {
   const Bench bench{session, transformer, source,
                     texts,   context,     arguments.integer("recent", 0, 1 << 30) > 0 ? 32 : 0,
                     progress};
+  // What fails, such as a Hadamard transform of an odd dimension, fails now.
+  for (const Row& row : rows) source.of(parse_codec(std::string(row.codec) + ":2"));
   Likelihood unquantized;
   {
     const CodecChoice choice = parse_codec("float");
     CacheSettings settings;
     settings.capacity = context;
     const ReadyCache cache = open_cache(session.model, source, choice, settings);
-    for (const std::span<const Token> text : texts) {
+    for (const std::vector<Token>& text : texts) {
       unquantized += likelihood(transformer, text, cache.path(), 0);
       progress.advance();
     }

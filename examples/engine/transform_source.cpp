@@ -63,7 +63,8 @@ TransformSource::TransformSource(const Model& model, const Arguments& arguments)
   const wushkv::AttentionHeads& heads = model.config.heads;
   if (group_size_ > 0 && (heads.key_dim % group_size_ != 0 || heads.value_dim % group_size_ != 0))
     arguments.refuse("--group is " + std::to_string(group_size_) +
-                     ", expected a divisor of the head dimension " + std::to_string(heads.key_dim));
+                     ", expected a divisor of the head dimensions " + std::to_string(heads.key_dim) +
+                     " and " + std::to_string(heads.value_dim));
   const std::string params = arguments.text("params");
   if (params != "16" && params != "32") arguments.refuse("--params is '" + params + "', expected 16 or 32");
   wide_params_ = params == "32";
@@ -132,18 +133,23 @@ ReadyCache open_cache(const Model& model, TransformSource& source, const CodecCh
   return {make_cache(model.config.heads, model.config.layers, ready.transforms, settings), &ready.folded};
 }
 
-Statistics gather_statistics(Transformer& transformer, const std::vector<std::span<const Token>>& texts,
-                             const std::function<void(Index tokens)>& progress) {
-  const Model& model = transformer.model();
+std::vector<wushkv::LayerStatistics> empty_statistics(const Model& model) {
   std::vector<wushkv::LayerStatistics> statistics(static_cast<std::size_t>(model.config.layers),
                                                   wushkv::LayerStatistics(model.config.heads));
   for (std::size_t l = 0; l < statistics.size(); ++l)
     statistics[l].set_output_projection(model.layers[l].o.transpose());
+  return statistics;
+}
+
+Statistics gather_statistics(Transformer& transformer, const std::vector<std::vector<Token>>& texts,
+                             const std::function<void(Index tokens)>& progress) {
+  const Model& model = transformer.model();
+  std::vector<wushkv::LayerStatistics> statistics = empty_statistics(model);
   CacheSettings settings;
   for (const auto& text : texts)
     settings.capacity = std::max(settings.capacity, static_cast<Index>(text.size()));
   const std::unique_ptr<KvCache> cache = make_cache(model.config.heads, model.config.layers, {}, settings);
-  for (const std::span<const Token> text : texts) {
+  for (const std::vector<Token>& text : texts) {
     cache->truncate(0, 0);
     const KvCache::Part part{0, static_cast<Index>(text.size())};
     transformer.forward(

@@ -21,7 +21,8 @@ class LayerStatistics;
 
 namespace engine {
 
-/// Of all layers of a model; null for none. A file that only hands them on needs no solvers.
+/// Of all layers of a model; null for none. Declared only: what hands them on need not
+/// compile their sums.
 using Statistics = std::shared_ptr<const std::vector<wushkv::LayerStatistics>>;
 
 /// Where transforms come from: `--transforms`, `--stats`.
@@ -45,13 +46,13 @@ class TransformSource {
   /// Statistics that were gathered in this run.
   void set_statistics(Statistics statistics) { statistics_ = std::move(statistics); }
   bool has_statistics() const { return statistics_ != nullptr; }
-  /// Throws `std::invalid_argument` for a file that was given and none of the codecs makes use of, and for
-  /// codecs that lack one.
+  /// Throws `std::invalid_argument` for codecs that lack a file, for transforms that none of them uses, and
+  /// for statistics where nothing is quantized.
   void check_use(const std::vector<CodecChoice>& choices) const;
 
   /// What the codec needs must be there (`check_use`).
   const Ready& of(const CodecChoice& choice);
-  /// Everything of the cache that the choice and `transform_options` and `window_options` settle.
+  /// Everything of the cache that the choice, `quantizer_options` and `window_options` settle.
   CacheSettings settings(const CodecChoice& choice) const;
 
  private:
@@ -72,8 +73,11 @@ struct ReadyCache {
 ReadyCache open_cache(const Model& model, TransformSource& source, const CodecChoice& choice,
                       const CacheSettings& settings);
 
+/// Statistics of no tokens, with the model's output projections.
+std::vector<wushkv::LayerStatistics> empty_statistics(const Model& model);
+
 /// Statistics of texts, `[tokens]` each, from forward passes.
-Statistics gather_statistics(Transformer& transformer, const std::vector<std::span<const Token>>& texts,
+Statistics gather_statistics(Transformer& transformer, const std::vector<std::vector<Token>>& texts,
                              const std::function<void(Index tokens)>& progress);
 
 }  // namespace engine
