@@ -3,6 +3,7 @@
 #define WUSHKV_CALIBRATE_CALIBRATE_HPP
 
 // Statistics, constructions and folding (design.md, section 3).
+#include "wushkv/calibrate/attention_statistics.hpp"
 #include "wushkv/calibrate/build.hpp"
 #include "wushkv/calibrate/construction.hpp"
 #include "wushkv/calibrate/fold.hpp"

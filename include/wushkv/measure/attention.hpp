@@ -2,32 +2,14 @@
 #ifndef WUSHKV_MEASURE_ATTENTION_HPP
 #define WUSHKV_MEASURE_ATTENTION_HPP
 
-#include <cmath>
-#include <limits>
+#include <algorithm>
 
+#include "wushkv/core/attention_options.hpp"
 #include "wushkv/core/heads.hpp"
 
 namespace wushkv {
 
-/// How logits become attention weights.
-struct AttentionOptions {
-  double scale = 0;     ///< factor of `q . k`; 0 for `1 / sqrt(key_dim)`
-  bool causal = true;   ///< a token sees itself and what is before it
-  double soft_cap = 0;  ///< logits z become `cap tanh(z / cap)`; 0 for none
-  Index window = 0;     ///< a token sees at most this many of the latest tokens, itself included; 0 for all
-};
-
 namespace detail {
-
-inline double attention_scale(const AttentionHeads& heads, const AttentionOptions& options) {
-  if (!is_finite(options.scale))
-    invalid_argument("attention: scale is ", options.scale, ", expected a finite number");
-  if (!(options.soft_cap >= 0 && is_finite(options.soft_cap)))
-    invalid_argument("attention: soft_cap is ", options.soft_cap, ", expected 0 or a positive number");
-  if (options.window < 0)
-    invalid_argument("attention: window is ", options.window, ", expected 0 or a number of tokens");
-  return options.scale != 0 ? options.scale : 1 / std::sqrt(static_cast<double>(heads.key_dim));
-}
 
 /// The attention weights of one head over a whole sequence, `[tokens, tokens]`, a query a row.
 template <class Q, class K>
