@@ -13,6 +13,13 @@
 
 namespace engine {
 
+std::optional<std::int64_t> whole_number(std::string_view text) {
+  std::int64_t number = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
+  if (error != std::errc() || end != text.data() + text.size()) return std::nullopt;
+  return number;
+}
+
 Arguments::Arguments(std::string verb, std::string summary, std::vector<std::string> positional,
                      std::vector<Option> options)
     : verb_(std::move(verb)),
@@ -73,13 +80,24 @@ std::vector<std::string> Arguments::texts(std::string_view name) const {
 }
 
 std::int64_t Arguments::integer(std::string_view name, std::int64_t least, std::int64_t most) const {
-  const std::string value = text(name);
-  std::int64_t result = 0;
-  const auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), result);
-  if (error != std::errc() || end != value.data() + value.size() || result < least || result > most)
-    refuse("--" + std::string(name) + " is '" + value + "', expected a whole number from " +
-           std::to_string(least) + " to " + std::to_string(most));
-  return result;
+  return checked("--" + std::string(name) + " is", text(name), least, most);
+}
+
+std::vector<std::int64_t> Arguments::integers(std::string_view name, std::int64_t least,
+                                              std::int64_t most) const {
+  std::vector<std::int64_t> numbers;
+  for (const std::string& part : list(name))
+    numbers.push_back(checked("--" + std::string(name) + " has", part, least, most));
+  return numbers;
+}
+
+std::int64_t Arguments::checked(const std::string& subject, const std::string& value, std::int64_t least,
+                                std::int64_t most) const {
+  const std::optional<std::int64_t> number = whole_number(value);
+  if (!number || *number < least || *number > most)
+    refuse(subject + " '" + value + "', expected a whole number from " + std::to_string(least) + " to " +
+           std::to_string(most));
+  return *number;
 }
 
 double Arguments::number(std::string_view name, double least, double most) const {

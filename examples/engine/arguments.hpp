@@ -3,11 +3,15 @@
 #define WUSHKV_EXAMPLES_ENGINE_ARGUMENTS_HPP
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
 namespace engine {
+
+/// The whole number that all of `text` is; none if it is something else.
+std::optional<std::int64_t> whole_number(std::string_view text);
 
 /// An option of a verb. `value` is the name of its argument in the help, empty for a flag; `fallback` what it
 /// is without being given.
@@ -36,6 +40,8 @@ class Arguments {
   std::vector<std::string> texts(std::string_view name) const;
   std::int64_t integer(std::string_view name, std::int64_t least, std::int64_t most) const;
   double number(std::string_view name, double least, double most) const;
+  /// The numbers of a list.
+  std::vector<std::int64_t> integers(std::string_view name, std::int64_t least, std::int64_t most) const;
   /// The value cut at commas.
   std::vector<std::string> list(std::string_view name) const;
   /// Makes sure, before the work, that the options that name files to write can be written and name none that
@@ -48,6 +54,8 @@ class Arguments {
   struct Given {
     std::string name, value;
   };
+  std::int64_t checked(const std::string& subject, const std::string& value, std::int64_t least,
+                       std::int64_t most) const;
   const Option& option(std::string_view name) const;
   void print_help() const;
 

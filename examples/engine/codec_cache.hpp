@@ -67,7 +67,7 @@ class CodecCache final : public KvCache {
     workspaces_.resize(static_cast<std::size_t>(threads.count()));
     const bool exact = settings_.new_tokens == NewTokens::Exact;
     if (!exact) append(l, parts, k, v);
-    const std::vector<Block> blocks = cut(l, parts);
+    const std::vector<Block> blocks = cut(l, parts, exact ? 2 * threads.count() : 0);
     threads.for_each(static_cast<std::int64_t>(blocks.size()), [&](std::int64_t i, int thread) {
       attend_block(l, blocks[static_cast<std::size_t>(i)], exact, q, k, v, out,
                    workspaces_[static_cast<std::size_t>(thread)]);
@@ -135,13 +135,15 @@ class CodecCache final : public KvCache {
     l.cache.append(ids, counts, k, v);
   }
 
-  /// Later queries see more: blocks of a part come with the last ones first, so that threads end together.
-  static std::vector<Block> cut(const Layer& l, std::span<const Part> parts) {
-    constexpr Index block_queries = 128;
+  /// Later queries see more: blocks of a part come with the last ones first, so that threads end together. A
+  /// block of exact tokens transforms all new keys before it again, so there are at most `most` of those a
+  /// part (0: any number).
+  static std::vector<Block> cut(const Layer& l, std::span<const Part> parts, Index most) {
     std::vector<Block> blocks;
     Index row = 0;
     for (const Part& part : parts) {
       const wushkv::SequenceView view = l.cache.view(id_of(l, part.sequence));
+      const Index block_queries = most > 0 ? std::max<Index>(128, (part.tokens + most - 1) / most) : 128;
       for (Index end = part.tokens; end > 0; end -= std::min(end, block_queries))
         blocks.push_back({view, row, part.tokens, std::max<Index>(0, end - block_queries), end});
       row += part.tokens;

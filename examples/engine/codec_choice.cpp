@@ -2,17 +2,19 @@
 #include "engine/codec_choice.hpp"
 
 #include <algorithm>
-#include <charconv>
+#include <cstdint>
 #include <stdexcept>
 #include <string_view>
+
+#include "engine/arguments.hpp"
 
 namespace engine {
 namespace {
 
+/// 1 to 8, and 0 for anything else.
 int parse_bits(std::string_view text) {
-  int bits = 0;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), bits);
-  return error == std::errc() && end == text.data() + text.size() && bits >= 1 && bits <= 8 ? bits : 0;
+  const std::int64_t bits = whole_number(text).value_or(0);
+  return bits >= 1 && bits <= 8 ? static_cast<int>(bits) : 0;
 }
 
 }  // namespace

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
-#include <charconv>
 #include <cmath>
 #include <cstdio>
 #include <random>
@@ -224,20 +223,6 @@ Json json_of(const Grid& grid) {
   return Json::object().set("results", results);
 }
 
-/// Whole numbers of an option.
-std::vector<Index> numbers_of(const Arguments& arguments, const char* name, Index least, Index most) {
-  std::vector<Index> numbers;
-  for (const std::string& part : arguments.list(name)) {
-    Index value = 0;
-    const auto [end, error] = std::from_chars(part.data(), part.data() + part.size(), value);
-    if (error != std::errc() || end != part.data() + part.size() || value < least || value > most)
-      arguments.refuse("--" + std::string(name) + " has '" + part + "', expected whole numbers from " +
-                       std::to_string(least) + " to " + std::to_string(most));
-    numbers.push_back(value);
-  }
-  return numbers;
-}
-
 }  // namespace
 
 void needle(const std::vector<std::string>& words) {
@@ -265,8 +250,8 @@ void needle(const std::vector<std::string>& words) {
   if (!arguments.parse(words)) return;
   Grid grid;
   for (const std::string& name : arguments.list("codecs")) grid.codecs.push_back(parse_codec(name));
-  grid.lengths = numbers_of(arguments, "lengths", 1, 1 << 30);
-  for (const Index percent : numbers_of(arguments, "depths", 0, 100))
+  for (const Index length : arguments.integers("lengths", 1, 1 << 30)) grid.lengths.push_back(length);
+  for (const Index percent : arguments.integers("depths", 0, 100))
     grid.depths.push_back(static_cast<double>(percent) / 100);
   grid.scores.resize(grid.codecs.size() * grid.lengths.size() * grid.depths.size());
   const std::int64_t trials = arguments.integer("trials", 1, 1 << 20);

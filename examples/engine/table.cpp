@@ -164,14 +164,13 @@ Json json_of(const std::vector<Column>& columns, const Likelihood& unquantized, 
       .set("error", error);
 }
 
-std::vector<int> parse_widths(const std::vector<std::string>& parts) {
+std::vector<int> widths_of(const Arguments& arguments) {
   std::vector<int> widths;
-  for (const std::string& part : parts) {
-    const bool digit = part.size() == 1 && part[0] >= '1' && part[0] <= '8';
-    if (!digit || std::find(widths.begin(), widths.end(), part[0] - '0') != widths.end())
-      throw std::invalid_argument("wushkv-lm table: --bits has '" + part +
-                                  "', expected different numbers 1 to 8 with commas between");
-    widths.push_back(part[0] - '0');
+  for (const std::int64_t bits : arguments.integers("bits", 1, 8)) {
+    const int width = static_cast<int>(bits);
+    if (std::find(widths.begin(), widths.end(), width) != widths.end())
+      arguments.refuse("--bits has '" + std::to_string(width) + "' twice, expected different numbers");
+    widths.push_back(width);
   }
   return widths;
 }
@@ -194,12 +193,12 @@ void table(const std::vector<std::string>& words) {
                                {"context", "N", "tokens of a chunk", "1024"},
                                {"chunks", "N", "chunks of the text, 0 for all", "2"},
                                {"markdown", "FILE", "write the table there as Markdown"}},
-                              {{"stats", "FILE", "statistics of 'calibrate'"}},
+                              {statistics_option()},
                               quantizer_options(),
                               window_options("0", "0"),
                               common_options()}));
   if (!arguments.parse(words)) return;
-  const std::vector<int> widths = parse_widths(arguments.list("bits"));
+  const std::vector<int> widths = widths_of(arguments);
   const Index context = arguments.integer("context", 3, 1 << 30),
               chunks = arguments.integer("chunks", 0, 1 << 30);
   const Index length = arguments.integer("length", 1, 1 << 30),

@@ -41,9 +41,12 @@ std::vector<wushkv::LayerTransforms> build_all(const Statistics& statistics,
 
 }  // namespace
 
+Option statistics_option() {
+  return {"stats", "FILE", "statistics of 'calibrate', for codecs built from data"};
+}
+
 std::vector<Option> transform_options() {
-  return {{"transforms", "FILE", "transforms of 'build', for the codec 'file+…'"},
-          {"stats", "FILE", "statistics of 'calibrate', for codecs built from data"}};
+  return {{"transforms", "FILE", "transforms of 'build', for the codec 'file+…'"}, statistics_option()};
 }
 
 std::vector<Option> quantizer_options() {

@@ -25,6 +25,8 @@ namespace engine {
 /// compile their sums.
 using Statistics = std::shared_ptr<const std::vector<wushkv::LayerStatistics>>;
 
+/// `--stats`.
+Option statistics_option();
 /// Where transforms come from: `--transforms`, `--stats`.
 std::vector<Option> transform_options();
 /// How they are kept: `--group`, `--params`.

@@ -166,16 +166,7 @@ class AttentionStatistics {
       slopes = 1 - weights.array().square();
       weights *= options_.soft_cap;
     }
-    const Index n = k.rows();
-    for (Index row = 0; row < q.rows(); ++row) {
-      const Index i = from + row, last = options_.causal ? i : n - 1,
-                  first = options_.window > 0 ? std::max<Index>(0, i - options_.window + 1) : 0;
-      auto seen = weights.row(row).segment(first, last - first + 1).array();
-      seen = (seen - seen.maxCoeff()).exp();
-      seen /= seen.sum();
-      weights.row(row).head(first).setZero();
-      weights.row(row).tail(n - 1 - last).setZero();
-    }
+    detail::softmax_rows(weights, from, options_);
     return weights;
   }
 

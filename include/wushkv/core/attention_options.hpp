@@ -2,6 +2,7 @@
 #ifndef WUSHKV_CORE_ATTENTION_OPTIONS_HPP
 #define WUSHKV_CORE_ATTENTION_OPTIONS_HPP
 
+#include <algorithm>
 #include <cmath>
 
 #include "wushkv/core/check.hpp"
@@ -30,6 +31,22 @@ inline double attention_scale(const AttentionHeads& heads, const AttentionOption
   if (options.window < 0)
     invalid_argument("attention: window is ", options.window, ", expected 0 or a number of tokens");
   return options.scale != 0 ? options.scale : 1 / std::sqrt(static_cast<double>(heads.key_dim));
+}
+
+/// Turns a block of logits `[queries, tokens]`, scaled and capped, into attention weights in place: query row
+/// r is token `first_query + r`, what it does not see becomes 0, the rest sums to 1.
+template <class Logits>
+void softmax_rows(Logits& logits, Index first_query, const AttentionOptions& options) {
+  const Index tokens = logits.cols();
+  for (Index row = 0; row < logits.rows(); ++row) {
+    const Index query = first_query + row, last = options.causal ? query : tokens - 1,
+                first = options.window > 0 ? std::max<Index>(0, query - options.window + 1) : 0;
+    auto seen = logits.row(row).segment(first, last - first + 1).array();
+    seen = (seen - seen.maxCoeff()).exp();
+    seen /= seen.sum();
+    logits.row(row).head(first).setZero();
+    logits.row(row).tail(tokens - 1 - last).setZero();
+  }
 }
 
 }  // namespace detail

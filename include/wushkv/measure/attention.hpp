@@ -2,8 +2,6 @@
 #ifndef WUSHKV_MEASURE_ATTENTION_HPP
 #define WUSHKV_MEASURE_ATTENTION_HPP
 
-#include <algorithm>
-
 #include "wushkv/core/attention_options.hpp"
 #include "wushkv/core/heads.hpp"
 
@@ -14,18 +12,9 @@ namespace detail {
 /// The attention weights of one head over a whole sequence, `[tokens, tokens]`, a query a row.
 template <class Q, class K>
 Batch<double> attention_weights(const Q& q, const K& k, double scale, const AttentionOptions& options) {
-  const Index n = q.rows();
   Batch<double> weights = scale * (q * k.transpose());
   if (options.soft_cap > 0) weights = options.soft_cap * (weights.array() / options.soft_cap).tanh();
-  for (Index i = 0; i < n; ++i) {
-    const Index last = options.causal ? i : n - 1,
-                first = options.window > 0 ? std::max<Index>(0, i - options.window + 1) : 0;
-    auto seen = weights.row(i).segment(first, last - first + 1).array();
-    seen = (seen - seen.maxCoeff()).exp();
-    seen /= seen.sum();
-    weights.row(i).head(first).setZero();
-    weights.row(i).tail(n - 1 - last).setZero();
-  }
+  softmax_rows(weights, 0, options);
   return weights;
 }
 
