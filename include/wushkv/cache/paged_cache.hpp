@@ -208,12 +208,12 @@ class PagedCache {
     if (!all_finite(staged_keys) || !all_finite(staged_values))
       return CacheStatus::invalid(
           "append: a transformed value is not finite, the token overflows its transform's scalar");
-    EncodeScratch scratch(*this);
+    EncodeScratch scratch(*this, k.rows());
     if (CacheStatus status = take_pages(ids, counts); !status) return status;
     Index row = 0;
-    for (std::size_t i = 0; i < ids.size(); ++i)
-      for (Index end = row + counts[i]; row < end; ++row)
-        push(*find(ids[i]), staged_keys.row(row).data(), staged_values.row(row).data(), scratch);
+    for (std::size_t i = 0; i < ids.size(); row += counts[i++])
+      push(*find(ids[i]), staged_keys.middleRows(row, counts[i]), staged_values.middleRows(row, counts[i]),
+           scratch);
     return {};
   }
 
@@ -319,22 +319,34 @@ class PagedCache {
   // Windows have their memory from the start; far above any use, far below where sizes in bytes overflow.
   static constexpr Index max_page_tokens = Index{1} << 20, max_window_tokens = Index{1} << 24;
 
-  /// Working memory to encode one token of one head, taken before anything is written: afterwards nothing can
-  /// fail.
+  // Values of a side of one head that are encoded together, and the tokens that this makes at most: enough
+  // for a rounding to run across, few enough for the stack.
+  static constexpr Index encoded_values = 4096, encoded_tokens = 32;
+  Index encode_block(Index appended) const {
+    const Index tokens =
+        std::min(encoded_tokens, direct(options_) ? std::max<Index>(1, appended) : options_.flush);
+    return std::clamp<Index>(encoded_values / std::max(key_dim(), value_dim()), 1, tokens);
+  }
+
+  /// Working memory to encode some tokens of one head, taken before anything is written: afterwards nothing
+  /// can fail.
   struct EncodeScratch {
-    explicit EncodeScratch(const PagedCache& cache)
-        : k(cache.key_dim()),
-          v(cache.value_dim()),
-          key_codes(cache.key_dim()),
-          value_codes(cache.value_dim()),
-          key_params(cache.keys_.front().groups()),
-          value_params(cache.values_.front().groups()) {}
-    detail::Scratch<KeyScalar> k;
-    detail::Scratch<ValueScalar> v;
-    detail::Scratch<typename KeyCodec::Code> key_codes;
-    detail::Scratch<typename ValueCodec::Code> value_codes;
-    detail::Scratch<typename KeyCodec::Params> key_params;
-    detail::Scratch<typename ValueCodec::Params> value_params;
+    EncodeScratch(const PagedCache& cache, Index appended)
+        : block(cache.encode_block(appended)),
+          k(block * cache.key_dim()),
+          v(block * cache.value_dim()),
+          key_codes(block * cache.key_dim()),
+          value_codes(block * cache.value_dim()),
+          key_params(block * cache.keys_.front().groups()),
+          value_params(block * cache.values_.front().groups()) {}
+    static constexpr auto inline_values = static_cast<std::size_t>(encoded_values);
+    Index block;
+    detail::Scratch<KeyScalar, inline_values> k;
+    detail::Scratch<ValueScalar, inline_values> v;
+    detail::Scratch<typename KeyCodec::Code, inline_values> key_codes;
+    detail::Scratch<typename ValueCodec::Code, inline_values> value_codes;
+    detail::Scratch<typename KeyCodec::Params, 2048> key_params;
+    detail::Scratch<typename ValueCodec::Params, 2048> value_params;
   };
 
   /// BF16 tokens of all heads, `[kv_heads][capacity][dim]`.
@@ -570,22 +582,36 @@ class PagedCache {
     return {};
   }
 
-  void push(Sequence& s, const KeyScalar* k, const ValueScalar* v, EncodeScratch& scratch) {
-    if (s.length < options_.sink) {
-      write(s.sink, s.length, k, v);
-      ++s.length;
-    } else if (direct(options_)) {
-      for (Index h = 0; h < kv_heads(); ++h)
-        quantize(s, s.quantized, h, k + h * key_dim(), v + h * value_dim(), scratch);
-      ++s.quantized;
-      ++s.length;
-    } else {
+  /// Appends the rows of `k` and `v`, staged and contiguous, to one sequence.
+  template <class K, class V>
+  void push(Sequence& s, const K& k, const V& v, EncodeScratch& scratch) {
+    Index row = 0;
+    for (; row < k.rows() && s.length < options_.sink; ++row)
+      write(s.sink, s.length++, k.row(row).data(), v.row(row).data());
+    if (direct(options_)) {
+      while (row < k.rows()) {
+        const Index count = std::min(scratch.block, k.rows() - row);
+        for (Index h = 0; h < kv_heads(); ++h) {
+          for (Index i = 0; i < count; ++i) {
+            std::copy_n(k.row(row + i).data() + h * key_dim(), key_dim(), scratch.k.data() + i * key_dim());
+            std::copy_n(v.row(row + i).data() + h * value_dim(), value_dim(),
+                        scratch.v.data() + i * value_dim());
+          }
+          quantize(s, s.quantized, count, h, scratch);
+        }
+        s.quantized += count;
+        s.length += count;
+        row += count;
+      }
+      return;
+    }
+    for (; row < k.rows(); ++row) {
       const Index waiting = s.recent_tokens(options_);
       if (s.recent_begin + waiting == s.recent.capacity) {
         s.recent.move_to_front(s.recent_begin, waiting, kv_heads());
         s.recent_begin = 0;
       }
-      write(s.recent, s.recent_begin + waiting, k, v);
+      write(s.recent, s.recent_begin + waiting, k.row(row).data(), v.row(row).data());
       ++s.length;
       if (waiting + 1 >= options_.recent + options_.flush) flush(s, scratch);
     }
@@ -601,40 +627,53 @@ class PagedCache {
   }
 
   void flush(Sequence& s, EncodeScratch& scratch) {
-    for (Index i = 0; i < options_.flush; ++i)
+    for (Index begin = 0; begin < options_.flush; begin += scratch.block) {
+      const Index count = std::min(scratch.block, options_.flush - begin);
       for (Index h = 0; h < kv_heads(); ++h) {
-        const BFloat16 *const k = s.recent.key(h, s.recent_begin + i), *const v = s.recent.value(
-                                                                           h, s.recent_begin + i);
-        std::transform(k, k + key_dim(), scratch.k.data(),
+        std::transform(s.recent.key(h, s.recent_begin + begin),
+                       s.recent.key(h, s.recent_begin + begin + count), scratch.k.data(),
                        [](BFloat16 x) { return static_cast<KeyScalar>(x); });
-        std::transform(v, v + value_dim(), scratch.v.data(),
+        std::transform(s.recent.value(h, s.recent_begin + begin),
+                       s.recent.value(h, s.recent_begin + begin + count), scratch.v.data(),
                        [](BFloat16 x) { return static_cast<ValueScalar>(x); });
-        quantize(s, s.quantized + i, h, scratch.k.data(), scratch.v.data(), scratch);
+        quantize(s, s.quantized + begin, count, h, scratch);
       }
+    }
     s.quantized += options_.flush;
     s.recent_begin += options_.flush;
   }
 
-  /// Encodes one transformed token of one head into its place, where nobody looks until `quantized` says so.
-  void quantize(Sequence& s, Index token, Index head, const KeyScalar* k, const ValueScalar* v,
-                EncodeScratch& scratch) {
-    std::byte* const page =
-        pool_->page(s.pages[static_cast<std::size_t>(token / options_.page_tokens)]).data();
-    const Index slot = token % options_.page_tokens;
-    put(keys_[static_cast<std::size_t>(head)], geometry_.keys(page, 0), page, head, slot, k,
-        scratch.key_codes.data(), scratch.key_params.data());
-    put(values_[static_cast<std::size_t>(head)], geometry_.values(page, 0), page, head, slot, v,
-        scratch.value_codes.data(), scratch.value_params.data());
+  /// Encodes the `count` transformed tokens of one head that are in `scratch` into their places from `token`
+  /// on, where nobody looks until `quantized` says so.
+  void quantize(Sequence& s, Index token, Index count, Index head, EncodeScratch& scratch) {
+    const KeyCodec& key_codec = keys_[static_cast<std::size_t>(head)];
+    const ValueCodec& value_codec = values_[static_cast<std::size_t>(head)];
+    encode(key_codec, scratch.k.data(), count, scratch.key_codes.data(), scratch.key_params.data());
+    encode(value_codec, scratch.v.data(), count, scratch.value_codes.data(), scratch.value_params.data());
+    for (Index i = 0; i < count; ++i) {
+      const Index at = token + i, slot = at % options_.page_tokens;
+      std::byte* const page =
+          pool_->page(s.pages[static_cast<std::size_t>(at / options_.page_tokens)]).data();
+      put(key_codec, geometry_.keys(page, 0), page, head, slot, scratch.key_codes.data() + i * key_dim(),
+          scratch.key_params.data() + i * key_codec.groups());
+      put(value_codec, geometry_.values(page, 0), page, head, slot,
+          scratch.value_codes.data() + i * value_dim(),
+          scratch.value_params.data() + i * value_codec.groups());
+    }
+  }
+
+  template <class Codec>
+  static void encode(const Codec& codec, const typename Codec::Scalar* y, Index count,
+                     typename Codec::Code* codes, typename Codec::Params* params) {
+    const auto values = static_cast<std::size_t>(count * codec.head_dim()),
+               groups = static_cast<std::size_t>(count * codec.groups());
+    detail::encode_tokens(codec, {y, values}, count, {codes, values}, {params, groups});
   }
 
   template <class Codec>
   static void put(const Codec& codec, const PageSide& side, std::byte* page, Index head, Index slot,
-                  const typename Codec::Scalar* y, typename Codec::Code* codes,
-                  typename Codec::Params* params) {
+                  const typename Codec::Code* codes, const typename Codec::Params* params) {
     const TokenShape shape = token_shape(codec);
-    const auto dim = static_cast<std::size_t>(codec.head_dim()),
-               groups = static_cast<std::size_t>(codec.groups());
-    codec.encode_transformed({y, dim}, {codes, dim}, {params, groups});
     const Index row = slot / Layout::lanes, lane = slot % Layout::lanes;
     // The sides point into this page, which is writable; a view has them const.
     std::byte* const code_row =

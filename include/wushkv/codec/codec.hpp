@@ -82,6 +82,10 @@ class Codec<T, Q, R, GroupSize> {
     if (group_size < 1 || dim % group_size != 0)
       detail::invalid_argument("Codec: group_size is ", group_size,
                                ", expected a divisor of the head dimension ", dim);
+    if constexpr (requires { rounding_.dim(); })
+      if (static_cast<Index>(rounding_.dim()) != dim)
+        detail::invalid_argument("Codec: rounding is for dimension ", static_cast<Index>(rounding_.dim()),
+                                 ", expected the transform's ", dim);
     group_size_ = group_size;
   }
 
@@ -116,14 +120,26 @@ class Codec<T, Q, R, GroupSize> {
 
   /// Encodes a token that is transformed already (`y = T x`); shapes and errors as for `encode`.
   void encode_transformed(std::span<const Scalar> y, std::span<Code> codes, std::span<Params> params) const {
-    if (static_cast<Index>(y.size()) != head_dim())
-      detail::invalid_argument("Codec: y has ", y.size(), " values, expected the head dimension ",
-                               head_dim());
-    check_token_spans(codes.size(), params.size());
-    if (!all_finite(y.data(), head_dim())) [[unlikely]]
+    encode_transformed(y, 1, codes, params);
+  }
+
+  /// The same for `tokens` tokens, one after the other in each span; their codes are those of each by itself.
+  void encode_transformed(std::span<const Scalar> y, Index tokens, std::span<Code> codes,
+                          std::span<Params> params) const {
+    if (tokens < 0 || static_cast<Index>(y.size()) != tokens * head_dim())
+      detail::invalid_argument("Codec: y has ", y.size(), " values, expected the head dimension ", head_dim(),
+                               " for each of ", tokens, " tokens");
+    check_token_spans(codes.size(), params.size(), tokens);
+    if (!all_finite(y.data(), static_cast<Index>(y.size()))) [[unlikely]]
       detail::invalid_argument(
           "Codec: a transformed value is not finite; x overflows the transform's scalar");
-    rounding_.encode(quantizer_, y, group_size(), codes, params);
+    if constexpr (BatchRounding<R, Q>) {
+      if (tokens > 1) return rounding_.encode_batch(quantizer_, y, tokens, group_size(), codes, params);
+    }
+    const auto dim = static_cast<std::size_t>(head_dim()), per_token = static_cast<std::size_t>(groups());
+    for (std::size_t t = 0; t < static_cast<std::size_t>(tokens); ++t)
+      rounding_.encode(quantizer_, y.subspan(t * dim, dim), group_size(), codes.subspan(t * dim, dim),
+                       params.subspan(t * per_token, per_token));
   }
 
   /// Encodes a batch `[tokens, head_dim]`. Throws as for one token; zero tokens give an empty result.
@@ -137,10 +153,8 @@ class Codec<T, Q, R, GroupSize> {
     Encoded<Q> result;
     result.codes.resize(x.rows(), head_dim());
     result.params.resize(static_cast<std::size_t>(x.rows() * groups()));
-    const auto dim = static_cast<std::size_t>(head_dim()), per_token = static_cast<std::size_t>(groups());
-    for (Index t = 0; t < x.rows(); ++t)
-      encode_transformed({y.row(t).data(), dim}, {result.codes.row(t).data(), dim},
-                         {result.params.data() + static_cast<std::size_t>(t) * per_token, per_token});
+    encode_transformed({y.data(), static_cast<std::size_t>(y.size())}, x.rows(),
+                       {result.codes.data(), static_cast<std::size_t>(result.codes.size())}, result.params);
     return result;
   }
 
@@ -203,12 +217,13 @@ class Codec<T, Q, R, GroupSize> {
   }
 
  private:
-  void check_token_spans(std::size_t codes, std::size_t params) const {
-    if (static_cast<Index>(codes) != head_dim())
+  void check_token_spans(std::size_t codes, std::size_t params, Index tokens = 1) const {
+    if (static_cast<Index>(codes) != tokens * head_dim())
       detail::invalid_argument("Codec: codes has ", codes, " entries, expected the head dimension ",
-                               head_dim());
-    if (static_cast<Index>(params) != groups())
-      detail::invalid_argument("Codec: params has ", params, " entries, expected one a group, ", groups());
+                               head_dim(), " for each of ", tokens, " tokens");
+    if (static_cast<Index>(params) != tokens * groups())
+      detail::invalid_argument("Codec: params has ", params, " entries, expected one a group, ", groups(),
+                               " for each of ", tokens, " tokens");
   }
 
   T transform_;
@@ -236,6 +251,26 @@ concept HeadCodec = requires(const C& codec, const Batch<typename C::Scalar>& ba
   requires Transform<std::remove_cvref_t<decltype(codec.transform())>>;
   requires Quantizer<std::remove_cvref_t<decltype(codec.quantizer())>>;
 };
+
+namespace detail {
+
+/// `tokens` transformed tokens, one after the other in each span, through a codec that may take one at a
+/// time.
+template <HeadCodec C>
+void encode_tokens(const C& codec, std::span<const typename C::Scalar> y, Index tokens,
+                   std::span<typename C::Code> codes, std::span<typename C::Params> params) {
+  if constexpr (requires { codec.encode_transformed(y, tokens, codes, params); }) {
+    codec.encode_transformed(y, tokens, codes, params);
+  } else {
+    const auto dim = static_cast<std::size_t>(codec.head_dim()),
+               groups = static_cast<std::size_t>(codec.groups());
+    for (std::size_t t = 0; t < static_cast<std::size_t>(tokens); ++t)
+      codec.encode_transformed(y.subspan(t * dim, dim), codes.subspan(t * dim, dim),
+                               params.subspan(t * groups, groups));
+  }
+}
+
+}  // namespace detail
 
 }  // namespace wushkv
 

@@ -14,6 +14,7 @@
 #include "wushkv/quantize/concept.hpp"
 #include "wushkv/quantize/root_mean_square.hpp"
 #include "wushkv/quantize/storage.hpp"
+#include "wushkv/quantize/uniform.hpp"
 
 namespace wushkv {
 
@@ -53,9 +54,9 @@ class Affine : public BitWidth<Bits> {
   double kappa() const { return kappa_; }
   double range() const { return range_; }
 
-  /// Scale and zero for a group of any length, as stored. Groups above 512 values allocate when `kappa` is
-  /// set.
-  Params fit(const GroupView<Scalar>& group) const {
+  /// Scale and zero for a group of any length, for `factor` times the range they would cover, as stored.
+  /// Groups above 512 values allocate when `kappa` is set.
+  Params fit(const GroupView<Scalar>& group, double factor = 1) const {
     detail::check_group<Scalar>(group);
     Scalar low = group.minCoeff(), high = group.maxCoeff();
     if (kappa_ > 0) {
@@ -63,8 +64,8 @@ class Affine : public BitWidth<Bits> {
       low = std::clamp(low, -tau, tau);
       high = std::clamp(high, -tau, tau);
     }
-    low *= static_cast<Scalar>(range_);
-    high *= static_cast<Scalar>(range_);
+    low = saturate_cast<Scalar>(static_cast<Scalar>(factor * range_) * low);
+    high = saturate_cast<Scalar>(static_cast<Scalar>(factor * range_) * high);
     const Params plain = over(low, high);
     // With fewer than three digits to spare, the zero point's rounding costs more than that of the values;
     // and a scale that the storage cuts short leaves the range's end where the zero point did not expect it.
@@ -80,12 +81,19 @@ class Affine : public BitWidth<Bits> {
     return best_of_others(group, low, high, plain);
   }
 
+  UniformLevels<Scalar> levels(const Params& params) const {
+    const Scalar scale = static_cast<Scalar>(params.scale), zero = static_cast<Scalar>(params.zero);
+    const bool flat = scale == Scalar(0);
+    return {.divisor = flat ? std::numeric_limits<Scalar>::infinity() : scale,
+            .shift = flat ? Scalar(0) : zero + Scalar(0.5),
+            .first = 0,
+            .top = static_cast<Scalar>((1 << this->bits()) - 1),
+            .origin = zero,
+            .step = scale};
+  }
+
   std::uint8_t encode(Scalar x, const Params& params) const {
-    const Scalar scale = static_cast<Scalar>(params.scale);
-    if (scale == Scalar(0)) return 0;
-    const Scalar code = std::floor(x / scale + static_cast<Scalar>(params.zero) + Scalar(0.5));
-    const Scalar top = static_cast<Scalar>((1 << this->bits()) - 1);
-    return static_cast<std::uint8_t>(code >= Scalar(0) ? std::min(code, top) : Scalar(0));
+    return static_cast<std::uint8_t>(levels(params).code(x));
   }
 
   Scalar decode(std::uint8_t code, const Params& params) const {

@@ -123,12 +123,13 @@ class LloydMax : public BitWidth<Bits> {
   /// What `decode` depends on besides the bits (`codec/identity.hpp`).
   static std::string identity() { return "lloyd-max/" + std::string(detail::storage_name<Storage>); }
 
-  Params fit(const GroupView<Scalar>& group) const {
+  /// The root mean square of a group of any length, times `factor`, as stored.
+  Params fit(const GroupView<Scalar>& group, double factor = 1) const {
     // The outermost level must be finite too, also after the storage type has rounded up.
     const double outermost = table_->level[static_cast<std::size_t>((1 << this->bits()) - 1)];
     const double limit =
         0.99 * static_cast<double>(std::numeric_limits<Scalar>::max()) / std::max(outermost, 1.0);
-    const double rms = detail::root_mean_square<Scalar>(group);
+    const double rms = factor * detail::root_mean_square<Scalar>(group);
     Params params{saturate_cast<Storage>(std::min(rms, limit))};
     // One that rounds to nothing: the least there is, unless even its innermost level is past the group's
     // values.

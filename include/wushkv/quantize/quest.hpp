@@ -13,6 +13,7 @@
 #include "wushkv/quantize/concept.hpp"
 #include "wushkv/quantize/root_mean_square.hpp"
 #include "wushkv/quantize/storage.hpp"
+#include "wushkv/quantize/uniform.hpp"
 
 namespace wushkv {
 
@@ -45,10 +46,10 @@ class Quest : public BitWidth<Bits> {
 
   double widen() const { return widen_; }
 
-  /// The step for a group of any length, as stored.
-  Params fit(const GroupView<Scalar>& group) const {
+  /// The step for a group of any length, `factor` times as wide as it would be, as stored.
+  Params fit(const GroupView<Scalar>& group, double factor = 1) const {
     const double rms = detail::root_mean_square<Scalar>(group);
-    const double alpha = widen_ * quest_alpha[static_cast<std::size_t>(this->bits() - 1)];
+    const double alpha = factor * widen_ * quest_alpha[static_cast<std::size_t>(this->bits() - 1)];
     const double levels = static_cast<double>((1 << this->bits()) - 1);
     // The outermost values, levels / 2 steps out, must be finite too, also after the storage type has rounded
     // up.
@@ -62,12 +63,18 @@ class Quest : public BitWidth<Bits> {
     return params;
   }
 
-  std::uint8_t encode(Scalar x, const Params& params) const {
+  UniformLevels<Scalar> levels(const Params& params) const {
     const Scalar step = static_cast<Scalar>(params.step), half = static_cast<Scalar>(1 << (this->bits() - 1));
-    if (step == Scalar(0)) return static_cast<std::uint8_t>(1 << (this->bits() - 1));
-    const Scalar cell = std::floor(x / step) + half;
-    const Scalar top = 2 * half - 1;
-    return static_cast<std::uint8_t>(cell >= Scalar(0) ? std::min(cell, top) : Scalar(0));
+    return {.divisor = step == Scalar(0) ? std::numeric_limits<Scalar>::infinity() : step,
+            .shift = 0,
+            .first = -half,
+            .top = 2 * half - 1,
+            .origin = half - Scalar(0.5),
+            .step = step};
+  }
+
+  std::uint8_t encode(Scalar x, const Params& params) const {
+    return static_cast<std::uint8_t>(levels(params).code(x));
   }
 
   Scalar decode(std::uint8_t code, const Params& params) const {

@@ -17,12 +17,21 @@ namespace wushkv {
 ///
 /// for `y` and `codes` of one token (`head_dim` values) and one `params` a group, in order; `group_size`
 /// divides the length. All are valid and finite when it is called; it must
-/// allocate nothing and throw nothing.
+/// allocate nothing and throw nothing. `encode_batch`, with the number of tokens after `y`, may do the same
+/// for several tokens, one after the other in each span, if that is faster; a `dim()` is held to the codec's.
 template <class R, class Q>
 concept Rounding = Quantizer<Q> &&
     requires(const R& rounding, const Q& quantizer, std::span<const typename Q::Scalar> y, Index group_size,
              std::span<code_t<Q>> codes, std::span<typename Q::Params> params) {
   { rounding.encode(quantizer, y, group_size, codes, params) } -> std::same_as<void>;
+};
+
+/// A rounding that takes many tokens at once.
+template <class R, class Q>
+concept BatchRounding = Rounding<R, Q> &&
+    requires(const R& rounding, const Q& quantizer, std::span<const typename Q::Scalar> y, Index size,
+             std::span<code_t<Q>> codes, std::span<typename Q::Params> params) {
+  { rounding.encode_batch(quantizer, y, size, size, codes, params) } -> std::same_as<void>;
 };
 
 /// Each value to its own nearest level.
