@@ -109,7 +109,7 @@ inline const LloydMaxTable& lloyd_max_levels(int bits) {
 
 /// Lloyd-Max levels of the unit normal times the group's root mean square (TurboQuant-style, arXiv
 /// 2504.19874). One parameter a group, the root mean square, kept as `Storage`.
-template <class ScalarType, int Bits = Dynamic, ParameterStorage Storage = ScalarType>
+template <class ScalarType, int Bits = Dynamic, ScaleStorage Storage = ScalarType>
 class LloydMax : public BitWidth<Bits> {
  public:
   using Scalar = ScalarType;

@@ -4,9 +4,11 @@
 
 // Every quantizer, rounding and packing (design.md, section 3).
 #include "wushkv/quantize/affine.hpp"
+#include "wushkv/quantize/compact_affine.hpp"
 #include "wushkv/quantize/concept.hpp"
 #include "wushkv/quantize/feedback.hpp"
 #include "wushkv/quantize/lloyd_max.hpp"
+#include "wushkv/quantize/log8.hpp"
 #include "wushkv/quantize/packing.hpp"
 #include "wushkv/quantize/pass_through.hpp"
 #include "wushkv/quantize/quest.hpp"

@@ -26,7 +26,7 @@ inline constexpr std::array<double, 8> quest_alpha = {
 /// QuEST INT-b: uniform mid-rise levels symmetric about zero, `step = 2 alpha_b rms / (2^b - 1)`,
 /// `code = clamp(floor(x / step), -2^(b-1), 2^(b-1) - 1) + 2^(b-1)`, `value = (code - 2^(b-1) + 1/2) step`.
 /// One parameter a group, the step, kept as `Storage`. An all-zero group has step 0 and decodes to zeros.
-template <class ScalarType, int Bits = Dynamic, ParameterStorage Storage = ScalarType>
+template <class ScalarType, int Bits = Dynamic, ScaleStorage Storage = ScalarType>
 class Quest : public BitWidth<Bits> {
  public:
   using Scalar = ScalarType;

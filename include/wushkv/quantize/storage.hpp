@@ -8,6 +8,7 @@
 #include <string_view>
 
 #include "wushkv/core/types.hpp"
+#include "wushkv/quantize/log8.hpp"
 
 namespace wushkv {
 
@@ -16,18 +17,26 @@ template <class T>
 concept ParameterStorage = std::same_as<T, double> || std::same_as<T, float> ||
     std::same_as<T, Eigen::half> || std::same_as<T, Eigen::bfloat16>;
 
+/// What a scale, which has no sign, may be stored as.
+template <class T>
+concept ScaleStorage = ParameterStorage<T> || std::same_as<T, Log8>;
+
 namespace detail {
 
-template <ParameterStorage Storage>
+template <ScaleStorage Storage>
 inline constexpr std::string_view storage_name = std::same_as<Storage, double>        ? "double"
                                                  : std::same_as<Storage, float>       ? "float"
                                                  : std::same_as<Storage, Eigen::half> ? "half"
+                                                 : std::same_as<Storage, Log8>        ? "log8"
                                                                                       : "bfloat16";
 
 /// The largest finite value of a storage type.
-template <ParameterStorage Storage>
+template <ScaleStorage Storage>
 double storage_max() {
-  return static_cast<double>(Eigen::NumTraits<Storage>::highest());
+  if constexpr (std::same_as<Storage, Log8>)
+    return static_cast<double>(std::numeric_limits<Log8>::max());
+  else
+    return static_cast<double>(Eigen::NumTraits<Storage>::highest());
 }
 
 /// Bits of a storage type's significand, the hidden one included.
@@ -40,14 +49,15 @@ inline constexpr int storage_digits = std::same_as<Storage, double>        ? 53
 }  // namespace detail
 
 /// Rounds to the storage type; what would overflow becomes its largest value, so that decoding stays finite.
-template <ParameterStorage Storage, class Scalar>
+template <ScaleStorage Storage, class Scalar>
 Storage saturate_cast(Scalar value) {
   if constexpr (std::same_as<Storage, Scalar>) {
     return std::clamp(value, -std::numeric_limits<Scalar>::max(), std::numeric_limits<Scalar>::max());
   } else {
     const double limit = detail::storage_max<Storage>();
     const double clamped = std::clamp(static_cast<double>(value), -limit, limit);
-    if constexpr (std::same_as<Storage, double> || std::same_as<Storage, float>)
+    if constexpr (std::same_as<Storage, double> || std::same_as<Storage, float> ||
+                  std::same_as<Storage, Log8>)
       return static_cast<Storage>(clamped);
     else
       return static_cast<Storage>(static_cast<float>(clamped));
