@@ -32,9 +32,9 @@ int main() {
   Batch<float> cached_k(k.rows(), k.cols()), cached_v(v.rows(), v.cols());
   double bits = 0;
   for (Index h = 0; h < heads.kv_heads; ++h) {
-    const auto through_cache = [&](const BlockTransform& transform, const Batch<float>& x,
+    const auto through_cache = [&](const HeadTransform& transform, const Batch<float>& x,
                                    Batch<float>& cached) {
-      const Codec codec(transform.blocks().front().cast<float, 64>(), Quest<float, 2, Eigen::half>());
+      const Codec codec(transform.linear.blocks().front().cast<float, 64>(), Quest<float, 2, Eigen::half>());
       cached.middleCols(64 * h, 64) = codec.reconstruct(x.middleCols(64 * h, 64));
       bits = codec.bits_per_element();
     };

@@ -36,8 +36,8 @@ int main() {
   std::vector<Key> keys;
   std::vector<Value> values;
   for (std::size_t h = 0; h < 3; ++h) {
-    keys.emplace_back(transforms.keys[h].blocks()[0].cast<float>(), Quest<float, 2, Eigen::half>());
-    values.emplace_back(transforms.values[h].blocks()[0].cast<float>(),
+    keys.emplace_back(transforms.keys[h].linear.blocks()[0].cast<float>(), Quest<float, 2, Eigen::half>());
+    values.emplace_back(transforms.values[h].linear.blocks()[0].cast<float>(),
                         Affine<float, 2, Eigen::half>::percentile(oscar_value_percentile));
   }
 

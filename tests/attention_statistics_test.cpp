@@ -38,7 +38,8 @@ double difference(const AttentionStatistics& a, const AttentionStatistics& b) {
 TEST_CASE("reference: HA, MA, mu and the tokens' weights within 1e-9") {
   const test::AttentionReference reference;
   AttentionStatistics statistics(reference.heads);
-  statistics.add(reference.q, reference.k, reference.v, reference.w_o);
+  TokenWeights weights;
+  statistics.add(reference.q, reference.k, reference.v, reference.w_o, 7, &weights);
   const Batch<double> key_weights = reference.file.matrix<double>("token_k"),
                       value_weights = reference.file.matrix<double>("token_v"),
                       key_means = reference.file.matrix<double>("mu_K"),
@@ -54,6 +55,8 @@ TEST_CASE("reference: HA, MA, mu and the tokens' weights within 1e-9") {
     CHECK(keys.weight == doctest::Approx(key_weights.row(h).sum()).epsilon(1e-9));
     CHECK(values.weight == doctest::Approx(value_weights.row(h).sum()).epsilon(1e-9));
   }
+  CHECK(test::relative_difference(weights.keys.transpose(), key_weights) < 1e-9);
+  CHECK(test::relative_difference(weights.values.transpose(), value_weights) < 1e-9);
   CHECK(statistics.tokens() == 40);
 }
 
@@ -115,6 +118,17 @@ TEST_CASE("blocks of any size give the same, and so does merging") {
     AttentionStatistics floats(heads, options);
     floats.add(first.q.cast<float>(), first.k.cast<float>(), first.v.cast<float>(), first.w_o.cast<float>());
     CHECK(difference(floats, whole) < 1e-4);
+    const Index from = random.integer(0, kv_heads - 1), count = random.integer(1, kv_heads - from),
+                group = heads.queries_per_kv_head();
+    AttentionStatistics rank({count * group, count, heads.key_dim, heads.value_dim}, options);
+    for (const Layer* l : {&first, &second})
+      rank.add(l->q.middleCols(from * group * heads.key_dim, count * group * heads.key_dim),
+               l->k.middleCols(from * heads.key_dim, count * heads.key_dim),
+               l->v.middleCols(from * heads.value_dim, count * heads.value_dim),
+               l->w_o.middleRows(from * group * heads.value_dim, count * group * heads.value_dim));
+    CHECK(difference(both.slice(from, count), rank) < 1e-11);
+    CHECK(both.slice(from, count).heads() == rank.heads());
+    CHECK(difference(AttentionStatistics(heads, options, both.sums()), both) == 0);
   }
 }
 
@@ -152,5 +166,25 @@ TEST_CASE("bad input is refused and changes nothing") {
   CHECK_REFUSED(AttentionStatistics(heads, {.soft_cap = -1}), "soft_cap is -1");
   CHECK_REFUSED(statistics.keys(2), "KV head 2 asked for, expected 0 to 1");
   CHECK_REFUSED(statistics.values(-1), "KV head -1");
+  CHECK_REFUSED(statistics.add_from_grams(l.q, l.k, l.v, {}), "0 grams, expected one a query head, 4");
+  CHECK_REFUSED(
+      statistics.add_from_grams(l.q, l.k, l.v, std::vector<SquareMatrix<double>>(4, random.matrix(2))),
+      "grams is 2 x 2, expected 3 x 3");
+  CHECK_REFUSED(statistics.slice(1, 2), "slice: 2 KV heads from 1 asked for, expected a range within 0 to 1");
+  const auto restored = [&](auto&& change) {
+    AttentionStatistics::Sums sums = statistics.sums();
+    change(sums);
+    return test::message_of([&] { AttentionStatistics(heads, {}, sums); });
+  };
+  CHECK(restored([](auto&) {}).empty());
+  CHECK(restored([](auto& s) { s.values.pop_back(); }).find("1 KV heads' values, expected 2") !=
+        std::string::npos);
+  CHECK(restored([](auto& s) { s.keys[1].weighted_sum.resize(3); }).find("weighted_sum of keys is 3 x 1") !=
+        std::string::npos);
+  CHECK(restored([](auto& s) { s.keys[1].hessian(0, 1) = test::nan; }).find("hessian of keys") !=
+        std::string::npos);
+  CHECK(restored([](auto& s) { s.values[0].weight = -1; }).find("weight of values is -1") !=
+        std::string::npos);
+  CHECK(restored([](auto& s) { s.tokens = 0; }).find("0 tokens in 1 sequences") != std::string::npos);
   CHECK(difference(statistics, before) == 0);
 }

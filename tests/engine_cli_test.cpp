@@ -577,7 +577,7 @@ TEST_CASE("codecs that are none, or lack their files, are refused") {
   for (const std::string line :
        {"generate m --prompt hi --codec ", "perplexity m --text text --context 32 --codec ",
         "needle m --text text --lengths 220 --codecs bf16,"}) {
-    for (const std::string name : {"wush", "pca", "rotate-kv", "oscar", "oscar-per-head"})
+    for (const std::string name : {"wush", "pca", "rotate-kv", "oscar", "oscar-per-head", "wush-a", "joint"})
       check_refused(line + name + "+quest:2", {name + "+quest:2", "--stats"});
     check_refused(line + "file+quest:2", {"file+quest:2", "--transforms"});
     check_refused(line + "file+quest:2 --stats m.stats", {"file+quest:2", "--transforms"});
@@ -906,8 +906,8 @@ TEST_CASE("merged statistics are those of one run over all texts") {
 
 TEST_CASE("every construction goes with every quantizer") {
   const Json exact = json_of("perplexity m --text text --context 48 --chunks 1");
-  const Strings constructions = {"none",      "hadamard", "random",         "pca",
-                                 "rotate-kv", "oscar",    "oscar-per-head", "wush"};
+  const Strings constructions = {"none",  "hadamard",       "random", "pca",    "rotate-kv",
+                                 "oscar", "oscar-per-head", "wush",   "wush-a", "joint"};
   for (const std::string& construction : constructions) {
     const Json built = json_of("build m.stats -o t --transform " + construction);
     CHECK(built["transform"].text == construction);

@@ -507,8 +507,8 @@ std::vector<LayerTransforms> random_transforms(Random& random, Index layers,
   std::vector<LayerTransforms> transforms(static_cast<std::size_t>(layers));
   for (LayerTransforms& layer : transforms)
     for (Index h = 0; h < heads.kv_heads; ++h) {
-      layer.keys.push_back(random_transform(random, heads.key_dim, 2));
-      layer.values.push_back(random_transform(random, heads.value_dim, 1));
+      layer.keys.emplace_back(random_transform(random, heads.key_dim, 2), random.vector(heads.key_dim));
+      layer.values.emplace_back(random_transform(random, heads.value_dim, 1), random.vector(heads.value_dim));
     }
   return transforms;
 }
@@ -525,7 +525,7 @@ void check_folding(const Tiny& tiny) {
   for (std::size_t l = 0; l < folded.size(); ++l)
     for (Index g = 0; g < 6; ++g) {
       const Index dim = model.config.heads.value_dim, h = g / 3;
-      const auto t = wushkv::to_matrix(transforms[l].values[static_cast<std::size_t>(h)]);
+      const auto t = wushkv::to_matrix(transforms[l].values[static_cast<std::size_t>(h)].linear);
       const Batch<double> v = t * test::as_doubles(model.layers[l].v.middleRows(h * dim, dim));
       const Batch<double> o = test::as_doubles(folded[l].o.middleCols(g * dim, dim)) * t;
       CHECK(test::relative_difference(folded[l].v.middleRows(h * dim, dim), v) < 1e-6);
@@ -559,6 +559,15 @@ TEST_CASE("folding transforms changes nothing") {
   check_folding(make_qwen3());
   check_folding(make_tiny({.architecture = "llama", .value_dim = 12, .tied = true}, 4));
   CHECK(engine::fold(load(make_llama()), {}).empty());
+  // Linear transforms need no biases.
+  Random random(11);
+  const Model model = load(make_qwen3());
+  std::vector<LayerTransforms> transforms =
+      random_transforms(random, model.config.layers, model.config.heads);
+  CHECK(engine::fold(model, transforms)[1].v_bias.size() == 32);
+  for (wushkv::HeadTransform& head : transforms[1].values) head.mean.setZero();
+  CHECK(engine::fold(model, transforms)[1].v_bias.size() == 0);
+  CHECK(engine::fold(model, transforms)[1].o_bias.size() == 0);
 }
 
 TEST_CASE("probes and observers see what the cache costs") {

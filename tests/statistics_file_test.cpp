@@ -107,6 +107,125 @@ TEST_CASE("another file, or a broken one, is refused") {
         }).find("'format' is missing") != std::string::npos);
 }
 
+namespace {
+
+const AttentionHeads gathered_heads{4, 2, 6, 5};
+
+LayerStatistics gathered(test::Random& random, Index sample, int sequences = 3) {
+  LayerStatistics layer(gathered_heads);
+  layer.set_output_projection(random.batch(20, 11));
+  layer.gather_attention({.scale = 0.3, .soft_cap = 20, .window = 5});
+  if (sample > 0) layer.keep_sample(sample, 4);
+  for (int i = 0; i < sequences; ++i)
+    layer.add(random.batch(7, 24), random.batch(7, 12), random.batch(7, 10));
+  return layer;
+}
+
+}  // namespace
+
+TEST_CASE("attention-aware sums and samples come back bit for bit, where there are some") {
+  test::Random random(172);
+  LayerStatistics only_sample(gathered_heads);
+  only_sample.keep_sample(100);
+  only_sample.add(random.batch(7, 24), random.batch(7, 12), random.batch(7, 10));
+  const std::vector<LayerStatistics> layers = {gathered(random, 10), LayerStatistics(gathered_heads),
+                                               gathered(random, 0), gathered(random, 10, 0), only_sample};
+  const test::TemporaryFile file("statistics.safetensors");
+  save_statistics(file.path(), layers);
+  const std::vector<LayerStatistics> back = load_statistics(file.path());
+  REQUIRE(back.size() == layers.size());
+  for (std::size_t l = 0; l < layers.size(); ++l) {
+    CAPTURE(l);
+    const auto &attention = back[l].attention(), &expected = layers[l].attention();
+    REQUIRE(attention.has_value() == expected.has_value());
+    for (Index h = 0; h < 2 && attention; ++h)
+      for (const auto& [a, b] :
+           {std::pair{attention->keys(h), expected->keys(h)}, {attention->values(h), expected->values(h)}}) {
+        CHECK(test::identical(a.hessian, b.hessian));
+        CHECK(test::identical(a.weighted_gram, b.weighted_gram));
+        CHECK(test::identical(a.weighted_sum, b.weighted_sum));
+        CHECK(a.weight == b.weight);
+      }
+    if (attention) {
+      CHECK(attention->options() == expected->options());
+      CHECK(attention->tokens() == expected->tokens());
+      CHECK(attention->sequences() == expected->sequences());
+    }
+    const TokenSample &sample = back[l].sample(), &kept = layers[l].sample();
+    CHECK(sample.capacity() == kept.capacity());
+    CHECK(sample.first_sequence() == kept.first_sequence());
+    CHECK(sample.priorities() == kept.priorities());
+    CHECK(test::identical(sample.keys(), kept.keys()));
+    CHECK(test::identical(sample.values(), kept.values()));
+    CHECK(test::identical(sample.key_weights(), kept.key_weights()));
+    CHECK(test::identical(sample.value_weights(), kept.value_weights()));
+  }
+  CHECK(back[0].sample().size() == 10);
+  CHECK(back[4].sample().size() == 7);
+  const SafetensorsFile read(file.path());
+  CHECK(test::identical(read.matrix<double>("HA_V.0", {2, 5, 5}).bottomRows(5),
+                        layers[0].attention()->values(1).hessian));
+  CHECK(read.tensor("sample_K.0").shape() == TensorShape{10, 2, 6});
+  CHECK_FALSE(read.contains("sample_K.2"));
+  CHECK_FALSE(read.contains("HA_K.1"));
+}
+
+TEST_CASE("damaged attention-aware sums and samples are refused") {
+  test::Random random(173);
+  const test::TemporaryFile file("statistics.safetensors");
+  save_statistics(file.path(), {gathered(random, 10)});
+  const SafetensorsFile read(file.path());
+  const auto message = [&](const std::string& name, auto&& add) {
+    SafetensorsWriter writer;
+    for (const auto& [key, value] : read.metadata()) writer.set_metadata(key, value);
+    for (const std::string& other : read.names())
+      if (other != name + ".0") writer.add(other, read.tensor(other));
+    add(writer);
+    const SafetensorsFile broken = SafetensorsFile::from_bytes(writer.bytes());
+    return test::message_of<FileError>([&] { static_cast<void>(load_statistics(broken)); });
+  };
+  CHECK(message("none", [](auto&) {}).empty());
+  // Each part needs all of its tensors, in their shapes, and finite.
+  for (const std::string name :
+       {"HA_K", "HA_V", "MA_K", "MA_V", "SA_K", "SA_V", "WA_K", "WA_V", "attention", "attention_mask",
+        "sample_K", "sample_V", "sample_w_K", "sample_w_V", "sample_priority", "sample_counts"}) {
+    CAPTURE(name);
+    const TensorView tensor = read.tensor(name + ".0");
+    CHECK(message(name, [](auto&) {}).find(name + ".0") != std::string::npos);
+    CHECK(message(name, [&](auto& w) {
+            w.add(name + ".0", TensorShape{1, 1}, std::vector<double>{0});
+          }).find(name + ".0") != std::string::npos);
+    if (tensor.dtype() == DType::I64) continue;
+    for (const double bad : {test::nan, test::infinity})
+      CHECK(message(name, [&](auto& w) {
+              w.add(name + ".0", tensor.shape(),
+                    std::vector<double>(static_cast<std::size_t>(tensor.size()), bad));
+            }).find(name + ".0\" has a value that is not finite") != std::string::npos);
+  }
+  for (const std::string name : {"WA_K", "WA_V", "sample_w_K", "sample_w_V"}) {
+    const TensorShape shape = read.tensor(name + ".0").shape();
+    CHECK(message(name, [&](auto& w) {
+            w.add(name + ".0", shape, std::vector<double>(static_cast<std::size_t>(shape.size()), -1));
+          }).find("negative weight") != std::string::npos);
+  }
+  using Numbers = std::vector<std::int64_t>;
+  const auto with = [&](const std::string& name, const auto& values) {
+    return message(
+        name, [&](auto& w) { w.add(name + ".0", TensorShape{static_cast<Index>(values.size())}, values); });
+  };
+  CHECK(with("attention", std::vector<double>{1, -1}).find("soft cap is -1") != std::string::npos);
+  for (const Numbers& mask : {Numbers{2, 0}, {-1, 0}, {1, -1}})
+    CHECK(with("attention_mask", mask).find("which no layer has") != std::string::npos);
+  for (const Numbers& counts : {Numbers{9, 0}, {-1, 0}, {10, -1}})
+    CHECK(with("sample_counts", counts).find("10 tokens of 21 with a capacity of") != std::string::npos);
+  CHECK(with("sample_counts", Numbers{std::int64_t{1} << 62, 0}).empty());
+  Numbers priorities(10, 5);
+  CHECK(with("sample_priority", priorities).empty());
+  priorities[9] = 4;
+  CHECK(with("sample_priority", priorities).find("ascending order of priority") != std::string::npos);
+  CHECK(with("counts", Numbers{4, 9, 3, 1}).find("10 tokens of 9") != std::string::npos);
+}
+
 TEST_CASE("sums that no sequence gives are refused") {
   const AttentionHeads heads{2, 2, 3, 3};
   const LayerStatistics::Sums good = LayerStatistics(heads).sums();

@@ -28,14 +28,16 @@ TEST_CASE("transforms come back bit for bit, with their metadata") {
   save_transforms(file.path(), transforms);
   const ModelTransforms back = load_transforms(file.path());
   REQUIRE(back.layers.size() == 2);
-  CHECK(back.layers[1].keys[0].block_count() == 4);
-  CHECK(back.layers[1].values[0].block_count() == 1);
+  CHECK(back.layers[1].keys[0].linear.block_count() == 4);
+  CHECK(back.layers[1].values[0].linear.block_count() == 1);
   for (std::size_t l = 0; l < 2; ++l)
     for (std::size_t h = 0; h < 2; ++h) {
-      CHECK(test::identical(to_matrix(back.layers[l].keys[h]), to_matrix(transforms.layers[l].keys[h])));
-      CHECK(test::identical(to_matrix(back.layers[l].values[h]), to_matrix(transforms.layers[l].values[h])));
-      CHECK(test::identical(back.layers[l].keys[h].blocks()[0].inverse_matrix(),
-                            transforms.layers[l].keys[h].blocks()[0].inverse_matrix()));
+      CHECK(test::identical(to_matrix(back.layers[l].keys[h].linear),
+                            to_matrix(transforms.layers[l].keys[h].linear)));
+      CHECK(test::identical(to_matrix(back.layers[l].values[h].linear),
+                            to_matrix(transforms.layers[l].values[h].linear)));
+      CHECK(test::identical(back.layers[l].keys[h].linear.blocks()[0].inverse_matrix(),
+                            transforms.layers[l].keys[h].linear.blocks()[0].inverse_matrix()));
     }
   CHECK(back.metadata.at("construction") == "wush");
   CHECK(back.metadata.at("damping") == "0.01");
@@ -50,8 +52,8 @@ TEST_CASE("tensors have the names, shapes and orientation that the header docume
   const test::TemporaryFile path("transforms.safetensors");
   save_transforms(path.path(), transforms);
   const SafetensorsFile file(path.path());
-  const auto& key = transforms.layers[1].keys[1].blocks()[2];
-  const auto& value = transforms.layers[1].values[1].blocks()[0];
+  const auto& key = transforms.layers[1].keys[1].linear.blocks()[2];
+  const auto& value = transforms.layers[1].values[1].linear.blocks()[0];
   CHECK(test::identical(file.matrix<double>("k.1", {2, 4, 4, 4}).middleRows(4 * (4 + 2), 4), key.matrix()));
   CHECK(test::identical(file.matrix<double>("k_inv.1", {2, 4, 4, 4}).middleRows(4 * (4 + 2), 4),
                         key.inverse_matrix()));
@@ -68,12 +70,12 @@ TEST_CASE("a file in the row convention, single precision, gives the same transf
   writer.set_metadata("format", "wushkv-transforms-1");
   writer.set_metadata("layers", "1");
   writer.set_metadata("convention", "row");
-  const auto add = [&](const char* name, const std::vector<BlockTransform>& heads, bool inverse,
+  const auto add = [&](const char* name, const std::vector<HeadTransform>& heads, bool inverse,
                        bool transpose) {
-    const Index d = heads[0].dim();
+    const Index d = heads[0].linear.dim();
     Batch<float> rows(2 * d, d);
     for (Index h = 0; h < 2; ++h) {
-      const Dense<double>& block = heads[static_cast<std::size_t>(h)].blocks()[0];
+      const Dense<double>& block = heads[static_cast<std::size_t>(h)].linear.blocks()[0];
       const SquareMatrix<double> matrix = inverse ? block.inverse_matrix() : block.matrix();
       rows.middleRows(h * d, d) =
           (transpose ? SquareMatrix<double>(matrix.transpose()) : matrix).cast<float>();
@@ -86,10 +88,10 @@ TEST_CASE("a file in the row convention, single precision, gives the same transf
   add("v_inv_t.0", transforms.layers[0].values, true, false);
   const ModelTransforms back = load_transforms(SafetensorsFile::from_bytes(writer.bytes()));
   for (std::size_t h = 0; h < 2; ++h) {
-    CHECK(test::relative_difference(to_matrix(back.layers[0].keys[h]),
-                                    to_matrix(transforms.layers[0].keys[h])) < 1e-6);
-    CHECK(test::relative_difference(to_matrix(back.layers[0].values[h]),
-                                    to_matrix(transforms.layers[0].values[h])) < 1e-6);
+    CHECK(test::relative_difference(to_matrix(back.layers[0].keys[h].linear),
+                                    to_matrix(transforms.layers[0].keys[h].linear)) < 1e-6);
+    CHECK(test::relative_difference(to_matrix(back.layers[0].values[h].linear),
+                                    to_matrix(transforms.layers[0].values[h].linear)) < 1e-6);
   }
 }
 
@@ -120,6 +122,82 @@ TEST_CASE("learned transforms come in by name, in either convention") {
   CHECK(refused([&] { load_dense<float>(file, "wide"); }).find("expected [3, 3]") != std::string::npos);
   CHECK(refused([&] { load_dense<float>(file, "line"); }).find("expected [?, ?]") != std::string::npos);
   CHECK(refused([&] { load_orthogonal<float>(file, "T"); }).find("off by") != std::string::npos);
+}
+
+TEST_CASE("means and sensitivities come back, and are optional") {
+  test::Random random(185);
+  const AttentionHeads heads{4, 2, 16, 8};
+  LayerStatistics statistics(heads);
+  statistics.set_output_projection(random.batch(32, 20));
+  statistics.gather_attention();
+  statistics.add(random.batch(50, 64), random.batch(50, 32), random.batch(50, 16));
+  const BuildOptions options{.construction = Construction::Joint, .key_group_size = 4, .exponent = 0.75};
+  const ModelTransforms transforms{{build_transforms(statistics, options),
+                                    build_transforms(LayerStatistics(heads), {Construction::Random})},
+                                   transform_metadata(options)};
+  const test::TemporaryFile path("transforms.safetensors");
+  save_transforms(path.path(), transforms);
+  const ModelTransforms back = load_transforms(path.path());
+  CHECK(back.metadata.at("construction") == "joint");
+  CHECK(back.metadata.at("damping") == "0.01");
+  CHECK(back.metadata.at("exponent") == "0.75");
+  for (std::size_t h = 0; h < 2; ++h) {
+    const LayerTransforms &joint = back.layers[0], &expected = transforms.layers[0];
+    CHECK_FALSE(joint.keys[h].is_linear());
+    CHECK(test::identical(joint.keys[h].mean, expected.keys[h].mean));
+    CHECK(test::identical(joint.values[h].mean, expected.values[h].mean));
+    CHECK(test::identical(joint.keys[h].sensitivity, expected.keys[h].sensitivity));
+    CHECK(test::identical(joint.values[h].sensitivity, expected.values[h].sensitivity));
+    for (const HeadTransform& plain : {back.layers[1].keys[h], back.layers[1].values[h]}) {
+      CHECK(plain.is_linear());
+      CHECK(plain.mean.size() == plain.linear.dim());
+      CHECK_FALSE(plain.has_sensitivity());
+    }
+  }
+  const SafetensorsFile file(path.path());
+  CHECK(test::identical(file.matrix<double>("k_mean.0", {2, 16}).row(1).transpose(),
+                        transforms.layers[0].keys[1].mean));
+  CHECK(test::identical(file.matrix<double>("v_sensitivity.0", {2, 8, 8}).bottomRows(8),
+                        transforms.layers[0].values[1].sensitivity));
+  CHECK_FALSE(file.contains("k_mean.1"));
+  CHECK_FALSE(file.contains("v_sensitivity.1"));
+
+  const auto message = [&](const std::string& name, const TensorShape& shape, const Batch<double>& values) {
+    SafetensorsWriter writer;
+    for (const auto& [k, v] : file.metadata()) writer.set_metadata(k, v);
+    for (const std::string& other : file.names())
+      if (other != name) writer.add(other, file.tensor(other));
+    if (values.size() > 0) writer.add(name, shape, values);
+    const SafetensorsFile changed = SafetensorsFile::from_bytes(writer.bytes());
+    return test::message_of<FileError>([&] { static_cast<void>(load_transforms(changed)); });
+  };
+  for (const std::string side : {"k", "v"}) {
+    const Index d = side == "k" ? 16 : 8;
+    CHECK(message(side + "_mean.0", {}, {}).empty());
+    CHECK(message(side + "_sensitivity.0", {}, {}).empty());
+    CHECK(message(side + "_mean.0", {2, d - 1}, Batch<double>::Zero(2, d - 1)).find("expected [2, ") !=
+          std::string::npos);
+    CHECK(message(side + "_mean.0", {2, d}, Batch<double>::Constant(2, d, test::nan)).find("not finite") !=
+          std::string::npos);
+    CHECK(message(side + "_sensitivity.0", {1, d, d}, Batch<double>::Zero(d, d)).find("expected [2, ") !=
+          std::string::npos);
+    CHECK(message(side + "_sensitivity.0", {2, d, d}, Batch<double>::Constant(2 * d, d, test::infinity))
+              .find("not finite") != std::string::npos);
+  }
+  const auto refused = [&](auto&& change) {
+    ModelTransforms broken = transforms;
+    change(broken.layers[0]);
+    return test::message_of([&] { save_transforms(path.path(), broken); });
+  };
+  CHECK(refused([](auto& l) { l.keys[1].mean.resize(3); }).find("mean of k.0 is 3 x 1") != std::string::npos);
+  CHECK(refused([](auto& l) { l.values[0].mean[2] = test::nan; }).find("mean of v.0") != std::string::npos);
+  CHECK(refused([](auto& l) { l.keys[0].sensitivity.resize(2, 2); }).find("sensitivity of k.0 is 2 x 2") !=
+        std::string::npos);
+  CHECK(refused([](auto& l) { l.keys[1].sensitivity(0, 0) = test::nan; }).find("not finite") !=
+        std::string::npos);
+  CHECK(refused([](auto& l) {
+          l.values[1].sensitivity.resize(0, 0);
+        }).find("1 heads of v.0 have a sensitivity, expected none or all 2") != std::string::npos);
 }
 
 TEST_CASE("bad input is refused") {

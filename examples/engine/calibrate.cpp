@@ -58,6 +58,10 @@ void calibrate(const std::vector<std::string>& words) {
   std::vector<wushkv::LayerStatistics> statistics = empty_statistics(session.model);
   for (const std::string& other : arguments.texts("merge"))
     merge_into(statistics, wushkv::load_statistics(other), other);
+  if (!statistics.front().attention())
+    throw std::invalid_argument(
+        "wushkv-lm calibrate: --merge came with statistics without attention-aware sums, expected those of a "
+        "'calibrate' that gathers them");
   std::vector<std::vector<Token>> texts;
   if (arguments.given("text")) {
     texts = session.texts_of(arguments.text("text"), length, sequences);
@@ -94,10 +98,11 @@ void build(const std::vector<std::string>& words) {
       "build", "Makes the transforms of all layers from statistics, for any quantizer and bit width.",
       {"STATS"},
       {{"output", "FILE", "the transforms (or -o FILE)"},
-       {"transform", "NAME", "none, hadamard, random, pca, rotate-kv, oscar, oscar-per-head or wush", "wush"},
+       {"transform", "NAME",
+        "none, hadamard, random, pca, rotate-kv, oscar, oscar-per-head, wush, wush-a or joint", "wush"},
        {"group", "N", "coordinates that share a scale, 0 for a whole head", "0"},
-       {"damping", "X", "of wush, relative to the mean of the diagonal", "0.01"},
-       {"exponent", "P", "of wush: 0.5 balances, 1 whitens the cache", "0.5"},
+       {"damping", "X", "of the Hessian (and wush's Gram), relative to the mean of the diagonal", "0.01"},
+       {"exponent", "P", "of wush, wush-a and joint: 0.5 balances, 1 whitens the cache", "0.5"},
        {"seed", "N", "of the random rotation", "0"},
        {"json", "FILE", "write the results there as well"}});
   if (!arguments.parse(words)) return;

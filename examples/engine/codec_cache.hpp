@@ -12,6 +12,7 @@
 #include "engine/kv_cache.hpp"
 #include "wushkv/attend/attend.hpp"
 #include "wushkv/cache/paged_cache.hpp"
+#include "wushkv/transform/centered.hpp"
 #include "wushkv/transform/dense.hpp"
 
 namespace engine {
@@ -26,7 +27,7 @@ struct LayerCodecs {
 template <class Quantizer>
 class CodecCache final : public KvCache {
  public:
-  using Codec = wushkv::Codec<wushkv::Dense<float>, Quantizer>;
+  using Codec = wushkv::Codec<wushkv::Centered<wushkv::Dense<float>>, Quantizer>;
   using Cache = wushkv::PagedCache<Codec, Codec>;
   using Attention = wushkv::Attention<Codec, Codec>;
 
@@ -195,12 +196,15 @@ std::unique_ptr<KvCache> make_codec_cache(const wushkv::AttentionHeads& heads, I
                                           const CacheSettings& settings, const Quantizer& key_quantizer,
                                           const Quantizer& value_quantizer) {
   using Codec = typename CodecCache<Quantizer>::Codec;
-  const auto codec = [&](const std::vector<wushkv::BlockTransform>* side, Index head, Index dim,
+  const auto codec = [&](const std::vector<wushkv::HeadTransform>* side, Index head, Index dim,
                          const Quantizer& quantizer) {
-    wushkv::Dense<float> transform =
-        side != nullptr ? dense_transform((*side)[static_cast<std::size_t>(head)])
-                        : wushkv::Dense<float>(wushkv::SquareMatrix<double>::Identity(dim, dim));
-    return Codec(std::move(transform), quantizer, settings.group_size);
+    wushkv::Vector<float> mean = wushkv::Vector<float>::Zero(dim);
+    if (side == nullptr)
+      return Codec({wushkv::Dense<float>(wushkv::SquareMatrix<double>::Identity(dim, dim)), std::move(mean)},
+                   quantizer, settings.group_size);
+    const wushkv::HeadTransform& transform = (*side)[static_cast<std::size_t>(head)];
+    mean = transform.mean.cast<float>();
+    return Codec({dense_transform(transform.linear), std::move(mean)}, quantizer, settings.group_size);
   };
   std::vector<LayerCodecs<Codec>> codecs(static_cast<std::size_t>(layers));
   for (std::size_t l = 0; l < codecs.size(); ++l)

@@ -74,20 +74,20 @@ void check_transforms(const wushkv::AttentionHeads& heads, Index layers,
                       const std::vector<wushkv::LayerTransforms>& transforms) {
   using wushkv::detail::invalid_argument;
   if (transforms.empty()) return;
-  const auto heads_of = [](const std::vector<wushkv::BlockTransform>& side) {
+  const auto heads_of = [](const std::vector<wushkv::HeadTransform>& side) {
     return static_cast<Index>(side.size());
   };
   for (const wushkv::LayerTransforms& layer : transforms) {
     const bool fits = heads_of(layer.keys) == heads.kv_heads && heads_of(layer.values) == heads.kv_heads &&
                       static_cast<Index>(transforms.size()) == layers &&
-                      layer.keys.front().dim() == heads.key_dim &&
-                      layer.values.front().dim() == heads.value_dim;
+                      layer.keys.front().linear.dim() == heads.key_dim &&
+                      layer.values.front().linear.dim() == heads.value_dim;
     if (!fits)
       invalid_argument("transforms are of ", transforms.size(), " layers of ", layer.keys.size(),
-                       " KV heads of ", layer.keys.empty() ? 0 : layer.keys.front().dim(), "/",
-                       layer.values.empty() ? 0 : layer.values.front().dim(), ", expected the model's ",
-                       layers, " layers of ", heads.kv_heads, " KV heads of ", heads.key_dim, "/",
-                       heads.value_dim);
+                       " KV heads of ", layer.keys.empty() ? 0 : layer.keys.front().linear.dim(), "/",
+                       layer.values.empty() ? 0 : layer.values.front().linear.dim(),
+                       ", expected the model's ", layers, " layers of ", heads.kv_heads, " KV heads of ",
+                       heads.key_dim, "/", heads.value_dim);
   }
 }
 

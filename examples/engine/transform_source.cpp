@@ -11,6 +11,8 @@
 namespace engine {
 namespace {
 
+constexpr Index sample_tokens = 512;  // of each layer
+
 /// Throws `std::invalid_argument`, with the shapes, for statistics of another model.
 void check_statistics(const std::vector<wushkv::LayerStatistics>& statistics,
                       const wushkv::AttentionHeads& heads, Index layers) {
@@ -29,7 +31,8 @@ std::vector<wushkv::LayerTransforms> build_all(const Statistics& statistics,
                                                const wushkv::BuildOptions& options) {
   std::vector<wushkv::LayerTransforms> transforms;
   if (options.construction == wushkv::Construction::None) return transforms;
-  if (!needs_statistics(options.construction)) {
+  // Statistics that are at hand tell any transform its sensitivity.
+  if (!statistics) {
     const wushkv::LayerTransforms each = build_transforms(wushkv::LayerStatistics(heads), options);
     transforms.assign(static_cast<std::size_t>(layers), each);
     return transforms;
@@ -139,8 +142,11 @@ ReadyCache open_cache(const Model& model, TransformSource& source, const CodecCh
 std::vector<wushkv::LayerStatistics> empty_statistics(const Model& model) {
   std::vector<wushkv::LayerStatistics> statistics(static_cast<std::size_t>(model.config.layers),
                                                   wushkv::LayerStatistics(model.config.heads));
-  for (std::size_t l = 0; l < statistics.size(); ++l)
+  for (std::size_t l = 0; l < statistics.size(); ++l) {
     statistics[l].set_output_projection(model.layers[l].o.transpose());
+    statistics[l].gather_attention();
+    statistics[l].keep_sample(sample_tokens);
+  }
   return statistics;
 }
 
@@ -152,14 +158,23 @@ Statistics gather_statistics(Transformer& transformer, const std::vector<std::ve
   for (const auto& text : texts)
     settings.capacity = std::max(settings.capacity, static_cast<Index>(text.size()));
   const std::unique_ptr<KvCache> cache = make_cache(model.config.heads, model.config.layers, {}, settings);
+  struct Activations {
+    Batch<float> q, k, v;
+  };
+  std::vector<Activations> layers(statistics.size());
   for (const std::vector<Token>& text : texts) {
     cache->truncate(0, 0);
     const KvCache::Part part{0, static_cast<Index>(text.size())};
     transformer.forward(
         text, {&part, 1}, {cache.get(), nullptr},
         [&](Index layer, const Batch<float>& q, const Batch<float>& k, const Batch<float>& v) {
-          statistics[static_cast<std::size_t>(layer)].add(q, k, v);
+          layers[static_cast<std::size_t>(layer)] = {q, k, v};
         });
+    // A layer a thread: attention over a long text is most of the work.
+    transformer.threads().for_each(static_cast<std::int64_t>(layers.size()), [&](std::int64_t layer, int) {
+      const auto l = static_cast<std::size_t>(layer);
+      statistics[l].add(layers[l].q, layers[l].k, layers[l].v);
+    });
     if (progress) progress(part.tokens);
   }
   return std::make_shared<const std::vector<wushkv::LayerStatistics>>(std::move(statistics));

@@ -75,7 +75,7 @@ struct ReadyCache {
 ReadyCache open_cache(const Model& model, TransformSource& source, const CodecChoice& choice,
                       const CacheSettings& settings);
 
-/// Statistics of no tokens, with the model's output projections.
+/// Statistics of no tokens, with the model's output projections, that gather attention and keep a sample.
 std::vector<wushkv::LayerStatistics> empty_statistics(const Model& model);
 
 /// Statistics of texts, `[tokens]` each, from forward passes.

@@ -37,7 +37,15 @@ std::vector<FoldedWeights> fold(const Model& model, const std::vector<wushkv::La
   std::vector<FoldedWeights> folded;
   for (std::size_t l = 0; l < transforms.size(); ++l) {
     FoldedWeights weights{model.layers[l].v, model.layers[l].o};
-    wushkv::fold_values(transforms[l].values, model.config.heads, weights.v, weights.o.transpose());
+    Vector<double> v_bias = Vector<double>::Zero(weights.v.rows()),
+                   o_bias = Vector<double>::Zero(weights.o.rows());
+    wushkv::fold_values(centered(transforms[l].values), model.config.heads, weights.v, weights.o.transpose(),
+                        v_bias, o_bias);
+    const auto is_linear = [](const wushkv::HeadTransform& head) { return head.is_linear(); };
+    if (!std::all_of(transforms[l].values.begin(), transforms[l].values.end(), is_linear)) {
+      weights.v_bias = v_bias.transpose().cast<float>();
+      weights.o_bias = o_bias.transpose().cast<float>();
+    }
     folded.push_back(std::move(weights));
   }
   return folded;
@@ -135,11 +143,14 @@ void Transformer::attention(Index layer, Parts parts, const CachePath& path, con
 
   // Values come transformed from the folded projection, and attention's output goes into the other one.
   const auto through = [&](const CachePath& cache, Batch<float>& v, Batch<float>& y) {
-    const bool folded = cache.folded != nullptr && !cache.folded->empty();
-    multiply(normed_, folded ? (*cache.folded)[l].v : w.v, v);
+    const FoldedWeights* const folded =
+        cache.folded != nullptr && !cache.folded->empty() ? &(*cache.folded)[l] : nullptr;
+    multiply(normed_, folded != nullptr ? folded->v : w.v, v);
+    if (folded != nullptr && folded->v_bias.size() > 0) v.rowwise() += folded->v_bias;
     attended_.resize(q_.rows(), w.o.cols());
     cache.cache->attend(layer, parts, q_, k_, v, attended_, threads_);
-    multiply(attended_, folded ? (*cache.folded)[l].o : w.o, y);
+    multiply(attended_, folded != nullptr ? folded->o : w.o, y);
+    if (folded != nullptr && folded->o_bias.size() > 0) y.rowwise() += folded->o_bias;
   };
   through(path, v_, y_);
   if (observer) observer(layer, q_, k_, v_);

@@ -13,13 +13,16 @@
 
 namespace engine {
 
-/// The projections of a layer that value transforms fold into, `[outputs, inputs]`.
+/// The projections of a layer that value transforms fold into, `[outputs, inputs]`, and what centered ones
+/// add to their outputs; no biases where every mean is zero.
 struct FoldedWeights {
   Batch<float> v, o;
+  Eigen::RowVectorXf v_bias{}, o_bias{};
 };
 
-/// `T_V W_V` and `T_V^-T W_O` of every layer; empty, for the model's own weights, if there are no transforms.
-/// Throws `std::invalid_argument`, with the shapes, for transforms of another model.
+/// `T_V W_V` and `T_V^-T W_O` of every layer, with the biases `-T_V mu` and `W_Oᵀ mu`; empty, for the model's
+/// own weights, if there are no transforms. Throws `std::invalid_argument`, with the shapes, for transforms
+/// of another model.
 std::vector<FoldedWeights> fold(const Model& model, const std::vector<wushkv::LayerTransforms>& transforms);
 
 /// A cache, and the weights that go with its value transforms: empty for the model's own.

@@ -21,9 +21,11 @@ struct BuildOptions {
   /// Coordinates that share a scale, 0 for the whole head. Hadamard, RotateKV and WUSH are block diagonal by
   /// it (RotateKV up to its permutation); the others mix the whole head.
   Index key_group_size = 0, value_group_size = 0;
-  /// WUSH's damping and exponent.
+  /// The damping and the exponent of the WUSH constructions; the damping is every construction's for its
+  /// sensitivity.
   double damping = WushOptions{}.damping, exponent = WushOptions{}.exponent;
-  /// Scale WUSH so that what the cache stores has unit mean square on the calibration tokens; else c = 1.
+  /// Scale the WUSH constructions so that what the cache stores has unit mean square on the calibration
+  /// tokens (`Joint`: unit mean square weighted by `tr H_t`); else c = 1.
   bool unit_mean_square = true;
   /// Of the random rotation, which all heads share.
   std::uint64_t seed = 0;
@@ -46,18 +48,55 @@ inline BlockTransform as_blocks(const MatrixPair& pair, Index group) {
   return BlockTransform(std::move(blocks));
 }
 
+/// `A = T^-T (H + damping tr(H)/d I) T^-1`; for a zero H that of no preference, H = I.
+template <Transform T>
+SquareMatrix<double> loss_matrix(const T& transform, const SquareMatrix<double>& hessian, double damping) {
+  const Damped h = damped(hessian, damping);
+  const Batch<double> half = transform.adjoint_inverse(Batch<double>(h.scale * h.matrix));  // H T^-1
+  const Batch<double> a = transform.adjoint_inverse(Batch<double>(half.transpose()));
+  return (a + a.transpose()) / 2;
+}
+
 template <Transform T>
 BlockTransform orthogonal_blocks(const T& transform, Index group) {
   const SquareMatrix<double> t = to_matrix(transform);
   return as_blocks({t, t.transpose()}, group);
 }
 
+/// What one head's transform is built from.
 struct HeadSums {
-  const SquareMatrix<double>&gram, &hessian, &head_sigma, &layer_sigma;
+  SquareMatrix<double> gram, hessian;
+  const SquareMatrix<double>&head_sigma, &layer_sigma;
+  double tokens;            ///< what `gram` sums over: tokens, or their weights
+  Vector<double> mean;      ///< what the codec takes off
+  bool has_hessian = true;  ///< or there is no sensitivity
 };
 
-inline BlockTransform build_head(const HeadSums& sums, Index group, const BuildOptions& options,
-                                 double tokens) {
+/// A weighted Gram about its mean. Where tokens differ by less than rounding leaves of their squares, the
+/// difference can come out indefinite: what is below rounding counts as nothing.
+inline SquareMatrix<double> checked_centered_gram(const WeightedSums& sums) {
+  const SquareMatrix<double> gram = sums.centered_gram();
+  const Spectrum s = spectrum("build_transforms: weighted Gram", (gram + gram.transpose()) / 2);
+  if (s.values[0] >= 0) return gram;
+  const double rounding = 1e-14 * sums.weighted_gram.trace();
+  const Vector<double> values = (s.values.array() > rounding).select(s.values, 0.0);
+  return s.vectors * values.asDiagonal() * s.vectors.transpose();
+}
+
+/// With the Hessian and, for joint statistics, the Gram and the mean replaced; left alone for none.
+inline HeadSums attention_aware_sums(HeadSums sums, const WeightedSums* weighted, bool joint) {
+  if (weighted == nullptr) return sums;
+  sums.hessian = weighted->hessian;
+  sums.has_hessian = true;
+  if (joint) {
+    sums.gram = checked_centered_gram(*weighted);
+    sums.mean = weighted->mean();
+    sums.tokens = weighted->weight;
+  }
+  return sums;
+}
+
+inline BlockTransform build_head(const HeadSums& sums, Index group, const BuildOptions& options) {
   const Index d = sums.gram.rows();
   switch (options.construction) {
     case Construction::None:
@@ -74,9 +113,11 @@ inline BlockTransform build_head(const HeadSums& sums, Index group, const BuildO
       return orthogonal_blocks(oscar<double>(sums.layer_sigma), d);
     case Construction::OscarPerHead:
       return orthogonal_blocks(oscar<double>(sums.head_sigma), d);
-    case Construction::Wush: {
+    case Construction::Wush:
+    case Construction::WushA:
+    case Construction::Joint: {
       const WushOptions wush_options{options.damping, options.exponent,
-                                     options.unit_mean_square ? tokens : 0};
+                                     options.unit_mean_square ? sums.tokens : 0};
       return wush_blocks<double>(sums.gram, sums.hessian, group, wush_options);
     }
   }
@@ -91,14 +132,16 @@ inline bool is_shared(Construction construction) {
 }
 
 template <class SumsOf>
-std::vector<BlockTransform> build_side(Index kv_heads, SumsOf sums_of, Index group,
-                                       const BuildOptions& options, double tokens) {
-  std::vector<BlockTransform> result;
+std::vector<HeadTransform> build_side(Index kv_heads, SumsOf sums_of, Index group,
+                                      const BuildOptions& options) {
+  std::vector<HeadTransform> result;
   for (Index h = 0; h < kv_heads; ++h) {
-    if (h > 0 && is_shared(options.construction))
-      result.push_back(result.front());
-    else
-      result.push_back(build_head(sums_of(h), group, options, tokens));
+    const HeadSums sums = sums_of(h);
+    BlockTransform transform =
+        h > 0 && is_shared(options.construction) ? result.front().linear : build_head(sums, group, options);
+    SquareMatrix<double> sensitivity;
+    if (sums.has_hessian) sensitivity = loss_matrix(transform, sums.hessian, options.damping);
+    result.emplace_back(std::move(transform), sums.mean, std::move(sensitivity));
   }
   return result;
 }
@@ -114,14 +157,20 @@ inline Index checked_group(std::string_view name, Index group, Index dim) {
 }  // namespace detail
 
 /// Builds one transform a KV head for a layer's keys and values from its statistics; none of them depends on
-/// the bit width. Throws `std::invalid_argument` for a group that does not divide a head, a dimension at
-/// which the construction does not exist, and statistics that it needs and are not there (no tokens; for
-/// WUSH, no output projection).
+/// the bit width. Each comes with its mean (zero but for `Joint`) and, if tokens were added and for values
+/// the output projection is known, with its sensitivity over the whole head: from the attention-aware Hessian
+/// for `WushA` and `Joint`, else from the plain one.
+///
+/// Throws `std::invalid_argument` for a group that does not divide a head, a dimension at which the
+/// construction does not exist, options out of range, statistics that it needs and are not there (no tokens;
+/// for WUSH, no output projection; for `WushA` and `Joint`, no attention-aware sums), and for `Joint` under a
+/// soft cap, in which a key shift does not cancel.
 inline LayerTransforms build_transforms(const LayerStatistics& statistics, const BuildOptions& options = {}) {
   const AttentionHeads& heads = statistics.heads();
   const Index key_group_size = detail::checked_group("key_group_size", options.key_group_size, heads.key_dim);
   const Index value_group_size =
       detail::checked_group("value_group_size", options.value_group_size, heads.value_dim);
+  detail::check_wush_options({options.damping, options.exponent});
   const bool data_free = options.construction == Construction::None ||
                          options.construction == Construction::Hadamard ||
                          options.construction == Construction::Random;
@@ -132,18 +181,37 @@ inline LayerTransforms build_transforms(const LayerStatistics& statistics, const
     detail::invalid_argument(
         "build_transforms: statistics without an output projection, expected set_output_projection before "
         "WUSH");
+  const bool joint = options.construction == Construction::Joint,
+             attention_aware = detail::is_attention_aware(options.construction);
+  const AttentionStatistics* const attention = statistics.attention() ? &*statistics.attention() : nullptr;
+  if (attention_aware && attention == nullptr)
+    detail::invalid_argument(
+        "build_transforms: statistics without attention-aware sums, expected gather_attention before the "
+        "sequences for ",
+        to_string(options.construction));
+  if (joint && attention->options().soft_cap > 0)
+    detail::invalid_argument("build_transforms: joint came with a soft cap of ",
+                             attention->options().soft_cap,
+                             ", in which a key shift does not cancel, expected no soft cap or wush-a");
   const double tokens = static_cast<double>(statistics.tokens());
+  // H_K is twice OSCAR's sum over the head: the same eigenvectors.
   const auto key_sums = [&](Index h) -> detail::HeadSums {
-    const HeadStatistics& head =
-        statistics.head(h);  // H_K is twice OSCAR's sum over the head: the same eigenvectors
-    return {head.key_gram, head.key_hessian, head.key_hessian, statistics.key_sigma()};
+    const HeadStatistics& head = statistics.head(h);
+    const Vector<double> zero = Vector<double>::Zero(heads.key_dim);
+    return detail::attention_aware_sums({head.key_gram, head.key_hessian, head.key_hessian,
+                                         statistics.key_sigma(), tokens, zero, statistics.tokens() > 0},
+                                        attention_aware ? &attention->keys(h) : nullptr, joint);
   };
   const auto value_sums = [&](Index h) -> detail::HeadSums {
     const HeadStatistics& head = statistics.head(h);
-    return {head.value_gram, head.value_hessian, head.value_sigma, statistics.value_sigma()};
+    const Vector<double> zero = Vector<double>::Zero(heads.value_dim);
+    return detail::attention_aware_sums(
+        {head.value_gram, head.value_hessian, head.value_sigma, statistics.value_sigma(), tokens, zero,
+         statistics.tokens() > 0 && statistics.has_output_projection()},
+        attention_aware ? &attention->values(h) : nullptr, joint);
   };
-  return {detail::build_side(heads.kv_heads, key_sums, key_group_size, options, tokens),
-          detail::build_side(heads.kv_heads, value_sums, value_group_size, options, tokens)};
+  return {detail::build_side(heads.kv_heads, key_sums, key_group_size, options),
+          detail::build_side(heads.kv_heads, value_sums, value_group_size, options)};
 }
 
 }  // namespace wushkv

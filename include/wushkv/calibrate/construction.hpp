@@ -12,11 +12,11 @@
 namespace wushkv {
 
 /// The transforms that calibration can build (design.md, section 2).
-enum class Construction { None, Hadamard, Random, Pca, RotateKv, Oscar, OscarPerHead, Wush };
+enum class Construction { None, Hadamard, Random, Pca, RotateKv, Oscar, OscarPerHead, Wush, WushA, Joint };
 
 namespace detail {
 
-inline constexpr std::array<std::pair<Construction, std::string_view>, 8> construction_names = {{
+inline constexpr std::array<std::pair<Construction, std::string_view>, 10> construction_names = {{
     {Construction::None, "none"},
     {Construction::Hadamard, "hadamard"},
     {Construction::Random, "random"},
@@ -25,6 +25,8 @@ inline constexpr std::array<std::pair<Construction, std::string_view>, 8> constr
     {Construction::Oscar, "oscar"},
     {Construction::OscarPerHead, "oscar-per-head"},
     {Construction::Wush, "wush"},
+    {Construction::WushA, "wush-a"},
+    {Construction::Joint, "joint"},
 }};
 
 }  // namespace detail
@@ -35,6 +37,20 @@ inline std::string_view to_string(Construction construction) {
     if (value == construction) return name;
   detail::invalid_argument("Construction: ", static_cast<int>(construction), " is none of the enumerators");
 }
+
+namespace detail {
+
+/// Built from a Gram and a Hessian, with damping and an exponent.
+constexpr bool is_wush(Construction construction) {
+  return construction == Construction::Wush || construction == Construction::WushA ||
+         construction == Construction::Joint;
+}
+/// Needs attention-aware sums.
+constexpr bool is_attention_aware(Construction construction) {
+  return construction == Construction::WushA || construction == Construction::Joint;
+}
+
+}  // namespace detail
 
 /// Undoes `to_string`. Throws `std::invalid_argument`, with the names there are, for another name.
 inline Construction construction_from_string(std::string_view wanted) {

@@ -3,10 +3,15 @@
 #define WUSHKV_CALIBRATE_STATISTICS_HPP
 
 #include <cstdint>
+#include <optional>
 #include <span>
+#include <string>
 #include <utility>
 #include <vector>
 
+#include "wushkv/calibrate/attention_statistics.hpp"
+#include "wushkv/calibrate/token_sample.hpp"
+#include "wushkv/core/attention_options.hpp"
 #include "wushkv/core/heads.hpp"
 #include "wushkv/core/types.hpp"
 
@@ -24,11 +29,13 @@ struct HeadStatistics {
 /// What calibration keeps of one attention layer, fed sequence by sequence: enough to build every transform
 /// at any bit width. Sums only, so that sequences, runs and data-parallel ranks merge exactly; a
 /// tensor-parallel rank slices out its KV heads. Key and query mean after normalization and after RoPE.
+/// Attention-aware sums (`gather_attention`) and a sample of the tokens (`keep_sample`) are gathered on
+/// demand.
 class LayerStatistics {
  public:
   /// Throws `std::invalid_argument` for counts or dimensions below 1 and query heads no multiple of the KV
   /// heads.
-  explicit LayerStatistics(const AttentionHeads& heads) : shape_(heads) {
+  explicit LayerStatistics(const AttentionHeads& heads) : shape_(heads), sample_(heads) {
     detail::check_heads(heads);
     const auto zero = [](Index d) -> SquareMatrix<double> { return SquareMatrix<double>::Zero(d, d); };
     const Index dk = heads.key_dim, dv = heads.value_dim;
@@ -40,29 +47,52 @@ class LayerStatistics {
 
   /// Sets `H_V` from the output projection, `[query_heads * value_dim, model]`: a token's output is
   /// `y = sum_h W_O,hᵀ o_h` (pass `W.transpose()` for a weight kept as `[model, query_heads * value_dim]`).
-  /// Throws `std::invalid_argument` for a wrong shape or a value that is not finite.
+  /// Throws `std::invalid_argument` for a wrong shape, a value that is not finite or, once attention has been
+  /// gathered, another projection than before.
   template <class W>
   void set_output_projection(const Eigen::MatrixBase<W>& w_o) {
     detail::check_shape("set_output_projection: w_o", w_o, shape_.query_heads * shape_.value_dim, w_o.cols());
     if (w_o.cols() == 0)
       detail::invalid_argument("set_output_projection: w_o has 0 columns, expected the model dimension");
     detail::check_finite("set_output_projection: w_o", w_o);
-    const Batch<double> w = w_o.template cast<double>();
-    const Index rows = shape_.value_dim;
-    for (Index h = 0; h < shape_.kv_heads; ++h) {
-      SquareMatrix<double>& hessian = heads_[static_cast<std::size_t>(h)].value_hessian;
-      hessian.setZero();
-      for (Index g = h * shape_.queries_per_kv_head(); g < (h + 1) * shape_.queries_per_kv_head(); ++g)
-        hessian.noalias() += 2 * w.middleRows(g * rows, rows) * w.middleRows(g * rows, rows).transpose();
-    }
+    std::vector<SquareMatrix<double>> grams = detail::projection_grams(shape_, w_o.template cast<double>());
+    std::vector<SquareMatrix<double>> hessians(
+        heads_.size(), SquareMatrix<double>::Zero(shape_.value_dim, shape_.value_dim));
+    for (std::size_t g = 0; g < grams.size(); ++g)
+      hessians[g / static_cast<std::size_t>(shape_.queries_per_kv_head())] += 2 * grams[g];
+    if (attention_ && attention_->tokens() > 0)
+      for (std::size_t h = 0; h < heads_.size(); ++h)
+        if (!same_projection(heads_[h].value_hessian, hessians[h]))
+          detail::invalid_argument("set_output_projection: w_o differs from before for KV head ", h,
+                                   ", expected the weights that attention was gathered with");
+    for (std::size_t h = 0; h < heads_.size(); ++h) heads_[h].value_hessian = std::move(hessians[h]);
+    output_grams_ = std::move(grams);
     has_output_projection_ = true;
+  }
+
+  /// From now on gathers the attention-aware sums of `AttentionStatistics` as well, for which `add` needs the
+  /// output projection. Throws `std::invalid_argument` for options out of range, and if tokens were added
+  /// already.
+  void gather_attention(const AttentionOptions& options = {}) {
+    check_no_tokens("gather_attention");
+    attention_ = AttentionStatistics(shape_, options);
+  }
+
+  /// From now on keeps a sample of at most `tokens` tokens, none if 0; see `TokenSample`. Runs or ranks whose
+  /// samples will merge give the number of their first sequence. Throws `std::invalid_argument` for negative
+  /// numbers, and if tokens were added already.
+  void keep_sample(Index tokens, std::int64_t first_sequence = 0) {
+    check_no_tokens("keep_sample");
+    sample_ = TokenSample(shape_, tokens, first_sequence);
   }
 
   /// Adds one sequence: `q` `[tokens, query_heads * key_dim]`, `k` `[tokens, kv_heads * key_dim]`, `v`
   /// `[tokens, kv_heads * value_dim]`, any scalar that converts to double, any strides. `mask`, if given, has
   /// one entry a token, zero for padding, which is left out, whatever it holds. Throws
-  /// `std::invalid_argument` for a wrong shape, a value that is not finite, no token at all, or values so
-  /// large that their squares overflow; the statistics are unchanged then.
+  /// `std::invalid_argument` for a wrong shape, a value that is not finite, no token at all, values so large
+  /// that their squares, or in a sample they themselves in float, overflow, and where attention is gathered
+  /// without an output projection (which has to be set again after loading); the statistics are unchanged
+  /// then.
   template <class Q, class K, class V>
   void add(const Eigen::MatrixBase<Q>& q, const Eigen::MatrixBase<K>& k, const Eigen::MatrixBase<V>& v,
            std::span<const std::uint8_t> mask = {}) {
@@ -76,25 +106,40 @@ class LayerStatistics {
     detail::check_finite("LayerStatistics: q", queries);
     detail::check_finite("LayerStatistics: k", keys);
     detail::check_finite("LayerStatistics: v", values);
+    if (attention_ && output_grams_.empty())
+      detail::invalid_argument(
+          "LayerStatistics: the output projection is not known, expected set_output_projection before "
+          "sequences whose attention is gathered");
     LayerStatistics next = *this;
     for (Index h = 0; h < shape_.kv_heads; ++h) next.add_head(h, queries, keys, values);
     if (!next.finite())
       detail::invalid_argument("LayerStatistics: the sums overflow, expected smaller values");
+    TokenWeights weights;
+    if (attention_)
+      next.attention_->add_from_grams(queries, keys, values, output_grams_, 64, &weights);
+    else
+      weights.keys = weights.values = Batch<double>::Ones(queries.rows(), shape_.kv_heads);
+    if (sample_.capacity() > 0) next.sample_.add(sequences_, keys, values, weights);
     next.tokens_ += queries.rows();
     ++next.sequences_;
     *this = std::move(next);
   }
 
-  /// Adds another run's or rank's sums over the same heads. Throws `std::invalid_argument` if the heads
-  /// differ, or both have an output projection and these differ.
+  /// Adds another run's or rank's sums over the same heads. Statistics of no tokens take over what the other
+  /// gathers; a sample stays only where both have one, at the smaller capacity. Throws
+  /// `std::invalid_argument` if the heads differ, if both have an output projection and these differ, or if
+  /// only one gathers attention or its options differ; nothing has changed then.
   void merge(const LayerStatistics& other) {
     if (other.shape_ != shape_)
       detail::invalid_argument("merge: other has ", describe(other.shape_), ", expected ", describe(shape_));
     if (has_output_projection_ && other.has_output_projection_)
       for (std::size_t h = 0; h < heads_.size(); ++h)
-        if (!heads_[h].value_hessian.isApprox(other.heads_[h].value_hessian, 1e-9))
+        if (!same_projection(heads_[h].value_hessian, other.heads_[h].value_hessian))
           detail::invalid_argument("merge: other has another output projection for KV head ", h,
                                    ", expected the same weights");
+    merge_attention(other);
+    merge_sample(other);
+    if (output_grams_.empty()) output_grams_ = other.output_grams_;
     for (std::size_t h = 0; h < heads_.size(); ++h) {
       heads_[h].key_gram += other.heads_[h].key_gram;
       heads_[h].key_hessian += other.heads_[h].key_hessian;
@@ -113,13 +158,16 @@ class LayerStatistics {
   /// layer stay those of all heads, so that every rank builds the same shared rotation. Throws
   /// `std::invalid_argument` for a range that is empty or outside.
   LayerStatistics slice(Index first, Index count) const {
-    if (first < 0 || count < 1 || first > shape_.kv_heads - count)
-      detail::invalid_argument("slice: ", count, " KV heads from ", first,
-                               " asked for, expected a range within 0 to ", shape_.kv_heads - 1);
+    detail::check_head_range(shape_, first, count);
     LayerStatistics part = *this;
-    part.shape_.kv_heads = count;
-    part.shape_.query_heads = count * shape_.queries_per_kv_head();
+    part.shape_ = detail::sliced(shape_, count);
     part.heads_.assign(heads_.begin() + first, heads_.begin() + first + count);
+    if (!output_grams_.empty()) {
+      const auto begin = output_grams_.begin() + first * shape_.queries_per_kv_head();
+      part.output_grams_.assign(begin, begin + part.shape_.query_heads);
+    }
+    if (attention_) part.attention_ = attention_->slice(first, count);
+    part.sample_ = sample_.slice(first, count);
     return part;
   }
 
@@ -138,6 +186,10 @@ class LayerStatistics {
   std::int64_t tokens() const { return tokens_; }
   std::int64_t sequences() const { return sequences_; }
   bool has_output_projection() const { return has_output_projection_; }
+  /// The attention-aware sums; none unless `gather_attention` switched them on.
+  const std::optional<AttentionStatistics>& attention() const { return attention_; }
+  /// The sample of tokens; of capacity 0 unless `keep_sample` gave it one.
+  const TokenSample& sample() const { return sample_; }
 
   /// Every sum, as a file holds them (`io/statistics.hpp`).
   struct Sums {
@@ -145,13 +197,16 @@ class LayerStatistics {
     SquareMatrix<double> key_sigma, value_sigma;
     std::int64_t tokens = 0, sequences = 0;
     bool has_output_projection = false;
+    std::optional<AttentionStatistics> attention{};
+    std::optional<TokenSample> sample{};
   };
   Sums sums() const {
-    return {heads_, key_sigma_, value_sigma_, tokens_, sequences_, has_output_projection_};
+    return {heads_,     key_sigma_, value_sigma_, tokens_, sequences_, has_output_projection_,
+            attention_, sample_};
   }
 
   /// Restores what `sums` gave. Throws `std::invalid_argument` for matrices of other shapes, values that are
-  /// not finite or negative counts.
+  /// not finite, negative counts, and attention or a sample of other heads or tokens.
   LayerStatistics(const AttentionHeads& heads, Sums sums) : LayerStatistics(heads) {
     if (static_cast<Index>(sums.heads.size()) != heads.kv_heads)
       detail::invalid_argument("LayerStatistics: sums of ", sums.heads.size(), " KV heads, expected ",
@@ -172,18 +227,58 @@ class LayerStatistics {
     if (sums.tokens < 0 || sums.sequences < 0 || sums.sequences > sums.tokens)
       detail::invalid_argument("LayerStatistics: sums of ", sums.tokens, " tokens in ", sums.sequences,
                                " sequences, expected at least one token each");
+    if (sums.attention && (sums.attention->heads() != heads || sums.attention->tokens() != sums.tokens ||
+                           sums.attention->sequences() != sums.sequences))
+      detail::invalid_argument("LayerStatistics: attention is of ", sums.attention->tokens(), " tokens in ",
+                               sums.attention->sequences(), " sequences of ",
+                               describe(sums.attention->heads()), ", expected ", sums.tokens, " in ",
+                               sums.sequences, " of ", describe(heads));
+    if (sums.sample && (sums.sample->heads() != heads || sums.sample->size() > sums.tokens))
+      detail::invalid_argument("LayerStatistics: sample is of ", sums.sample->size(), " tokens of ",
+                               describe(sums.sample->heads()), ", expected at most ", sums.tokens, " of ",
+                               describe(heads));
     heads_ = std::move(sums.heads);
     key_sigma_ = std::move(sums.key_sigma);
     value_sigma_ = std::move(sums.value_sigma);
     tokens_ = sums.tokens;
     sequences_ = sums.sequences;
     has_output_projection_ = sums.has_output_projection;
+    attention_ = std::move(sums.attention);
+    if (sums.sample) sample_ = std::move(*sums.sample);
   }
 
  private:
   static std::string describe(const AttentionHeads& heads) {
     return detail::concat(heads.query_heads, " query and ", heads.kv_heads, " KV heads of ", heads.key_dim,
                           "/", heads.value_dim);
+  }
+
+  static bool same_projection(const SquareMatrix<double>& hessian, const SquareMatrix<double>& other) {
+    return hessian.isApprox(other, 1e-9);
+  }
+
+  void check_no_tokens(const char* call) const {
+    if (tokens_ > 0)
+      detail::invalid_argument(call, ": ", tokens_,
+                               " tokens were added already, expected the call before them");
+  }
+
+  /// Throws before anything has changed.
+  void merge_attention(const LayerStatistics& other) {
+    if (attention_ && other.attention_)
+      attention_->merge(*other.attention_);
+    else if (tokens_ > 0 && other.tokens_ > 0 && attention_.has_value() != other.attention_.has_value())
+      detail::invalid_argument("merge: ", attention_ ? "other lacks" : "only other has",
+                               " attention-aware sums, expected gather_attention for both or neither");
+    else if (tokens_ == 0 && (other.tokens_ > 0 || !attention_))
+      attention_ = other.attention_;
+  }
+
+  void merge_sample(const LayerStatistics& other) {
+    if (tokens_ == 0 && (other.tokens_ > 0 || sample_.capacity() == 0))
+      sample_ = other.sample_;
+    else if (other.tokens_ > 0)
+      sample_.merge(other.sample_);
   }
 
   template <class X>
@@ -236,6 +331,9 @@ class LayerStatistics {
   SquareMatrix<double> key_sigma_, value_sigma_;
   std::int64_t tokens_ = 0, sequences_ = 0;
   bool has_output_projection_ = false;
+  std::vector<SquareMatrix<double>> output_grams_;  // W_O,g W_O,gᵀ, one a query head; none after loading
+  std::optional<AttentionStatistics> attention_;
+  TokenSample sample_;
 };
 
 }  // namespace wushkv

@@ -12,6 +12,10 @@
 
 namespace wushkv {
 
+/// The exponent that goes with feedback rounding: its noise is shaped, so the transform may lean toward
+/// whitening the cache (design.md, *Feedback rounding*).
+inline constexpr double feedback_exponent = 0.75;
+
 /// How WUSH is built (arXiv 2609.38121; design.md, *WUSH*).
 struct WushOptions {
   /// gamma: `M` and `H` each get `gamma tr/d` on the diagonal.

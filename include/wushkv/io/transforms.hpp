@@ -17,7 +17,10 @@
 namespace wushkv {
 
 // A transforms file is a safetensors file of, per layer L, `k.L` = T_K, `k_inv.L` = T_K^-1, `v_t.L` = T_Vᵀ
-// and `v_inv_t.L` = T_V^-T, each `[kv_heads, blocks, group, group]`. Metadata: `format: wushkv-transforms-1`,
+// and `v_inv_t.L` = T_V^-T, each `[kv_heads, blocks, group, group]`; unless all are zero, the
+// means `k_mean.L`, `v_mean.L`, `[kv_heads, dim]`, and if known the sensitivities `k_sensitivity.L`,
+// `v_sensitivity.L`,
+// `[kv_heads, dim, dim]`, in stored coordinates. Metadata: `format: wushkv-transforms-1`,
 // `layers`, `convention` (`column`: y = T x, as here; `row`: y = x T, so every matrix is the transpose),
 // `construction`, and what else the writer knows
 // (`damping`, `exponent`, `bits_k`, `bits_v`, …).
@@ -34,7 +37,7 @@ struct ModelTransforms {
 /// What a file should say of transforms that `build_transforms` made.
 inline std::map<std::string, std::string> transform_metadata(const BuildOptions& options) {
   std::map<std::string, std::string> metadata{{"construction", std::string(to_string(options.construction))}};
-  if (options.construction == Construction::Wush) {
+  if (detail::is_wush(options.construction)) {
     metadata["damping"] = detail::concat(options.damping);
     metadata["exponent"] = detail::concat(options.exponent);
   }
@@ -65,11 +68,12 @@ inline SquareMatrix<double> block_matrix(const Dense<double>& block, BlockMatrix
 }
 
 inline void add_blocks(SafetensorsWriter& writer, const std::string& name,
-                       const std::vector<BlockTransform>& heads, BlockMatrix which) {
-  const Index blocks = heads.front().block_count(), group = heads.front().block_dim();
+                       const std::vector<HeadTransform>& heads, BlockMatrix which) {
+  const Index blocks = heads.front().linear.block_count(), group = heads.front().linear.block_dim();
   Batch<double> rows(static_cast<Index>(heads.size()) * blocks * group, group);
   Index at = 0;
-  for (const BlockTransform& head : heads) {
+  for (const HeadTransform& of_head : heads) {
+    const BlockTransform& head = of_head.linear;
     if (head.block_count() != blocks || head.block_dim() != group)
       invalid_argument("save_transforms: ", name, " mixes heads of ", head.block_count(), " x ",
                        head.block_dim(), " and ", blocks, " x ", group);
@@ -79,6 +83,30 @@ inline void add_blocks(SafetensorsWriter& writer, const std::string& name,
     }
   }
   writer.add(name, TensorShape{static_cast<Index>(heads.size()), blocks, group, group}, rows);
+}
+
+/// The means of a side, `k` or `v`, if there is one, and its sensitivities.
+inline void add_affine_parts(SafetensorsWriter& writer, const std::string& side, const std::string& layer,
+                             const std::vector<HeadTransform>& heads) {
+  const Index count = static_cast<Index>(heads.size()), d = heads.front().linear.dim();
+  Batch<double> means(count, d), sensitivities(count * d, d);
+  Index known = 0;
+  for (Index h = 0; h < count; ++h) {
+    const HeadTransform& head = heads[static_cast<std::size_t>(h)];
+    check_shape(concat("save_transforms: mean of ", side, layer), head.mean, d, 1);
+    check_finite(concat("save_transforms: mean of ", side, layer), head.mean);
+    means.row(h) = head.mean.transpose();
+    if (!head.has_sensitivity()) continue;
+    ++known;
+    check_shape(concat("save_transforms: sensitivity of ", side, layer), head.sensitivity, d, d);
+    check_finite(concat("save_transforms: sensitivity of ", side, layer), head.sensitivity);
+    sensitivities.middleRows(h * d, d) = head.sensitivity;
+  }
+  if (known != 0 && known != count)
+    invalid_argument("save_transforms: ", known, " heads of ", side, layer,
+                     " have a sensitivity, expected none or all ", count);
+  if (!means.isZero(0)) writer.add(side + "_mean" + layer, TensorShape{count, d}, means);
+  if (known > 0) writer.add(side + "_sensitivity" + layer, TensorShape{count, d, d}, sensitivities);
 }
 
 /// Throws `FileError` unless the two matrices of a file are inverses of each other. A file may hold single
@@ -95,15 +123,15 @@ inline Dense<double> read_pair(const MatrixPair& pair, const std::string& name,
 }
 
 /// Reads `[kv_heads, blocks, group, group]` matrices; `transposed` says that the file holds transposes.
-inline std::vector<BlockTransform> read_blocks(const SafetensorsView& file, const std::string& name,
-                                               const std::string& inverse_name, bool transposed) {
+inline std::vector<HeadTransform> read_blocks(const SafetensorsView& file, const std::string& name,
+                                              const std::string& inverse_name, bool transposed) {
   const TensorShape shape = file.expect_shape(name, {Dynamic, Dynamic, Dynamic, Dynamic}).shape();
   const Index heads = shape[0], blocks = shape[1], group = shape[2];
   if (shape[3] != group || shape.size() < 1)
     file_error("safetensors: tensor \"", name, "\": shape is ", shape.to_string(),
                ", expected square matrices and no empty dimension");
   const Batch<double> forward = file.matrix<double>(name), inverse = file.matrix<double>(inverse_name, shape);
-  std::vector<BlockTransform> result;
+  std::vector<HeadTransform> result;
   for (Index h = 0; h < heads; ++h) {
     std::vector<Dense<double>> of_head;
     for (Index b = 0; b < blocks; ++b) {
@@ -115,15 +143,37 @@ inline std::vector<BlockTransform> read_blocks(const SafetensorsView& file, cons
       }
       of_head.push_back(read_pair(pair, name, inverse_name));
     }
-    result.emplace_back(std::move(of_head));
+    result.emplace_back(BlockTransform(std::move(of_head)));
   }
   return result;
 }
 
+/// Reads what `add_affine_parts` wrote, if it is there.
+inline void read_affine_parts(const SafetensorsView& file, const std::string& side, const std::string& layer,
+                              std::vector<HeadTransform>& heads) {
+  const Index count = static_cast<Index>(heads.size()), d = heads.front().linear.dim();
+  const auto read = [&](const std::string& name, const TensorShape& shape) {
+    Batch<double> rows = file.matrix<double>(name, shape);
+    if (!all_finite(rows)) file_error("safetensors: tensor \"", name, "\" has a value that is not finite");
+    return rows;
+  };
+  const std::string mean = side + "_mean" + layer, sensitivity = side + "_sensitivity" + layer;
+  if (file.contains(mean)) {
+    const Batch<double> rows = read(mean, {count, d});
+    for (Index h = 0; h < count; ++h) heads[static_cast<std::size_t>(h)].mean = rows.row(h).transpose();
+  }
+  if (file.contains(sensitivity)) {
+    const Batch<double> rows = read(sensitivity, {count, d, d});
+    for (Index h = 0; h < count; ++h)
+      heads[static_cast<std::size_t>(h)].sensitivity = rows.middleRows(h * d, d);
+  }
+}
+
 }  // namespace detail
 
-/// Writes transforms. Throws `std::invalid_argument` for no layers, no heads, or heads of one layer in
-/// different blocks, `FileError` if the file cannot be written.
+/// Writes transforms. Throws `std::invalid_argument` for no layers, no heads, heads of one layer in different
+/// blocks, and means or sensitivities of another dimension, not finite, or of some heads only, `FileError` if
+/// the file cannot be written.
 inline void save_transforms(const std::filesystem::path& path, const ModelTransforms& transforms) {
   if (transforms.layers.empty()) detail::invalid_argument("save_transforms: 0 layers, expected at least one");
   SafetensorsWriter writer;
@@ -141,6 +191,8 @@ inline void save_transforms(const std::filesystem::path& path, const ModelTransf
     detail::add_blocks(writer, "k_inv" + layer, keys, detail::BlockMatrix::Inverse);
     detail::add_blocks(writer, "v_t" + layer, values, detail::BlockMatrix::ForwardTransposed);
     detail::add_blocks(writer, "v_inv_t" + layer, values, detail::BlockMatrix::InverseTransposed);
+    detail::add_affine_parts(writer, "k", layer, keys);
+    detail::add_affine_parts(writer, "v", layer, values);
   }
   writer.save(path);
 }
@@ -165,6 +217,8 @@ inline ModelTransforms load_transforms(const SafetensorsView& file) {
     if (transforms.keys.size() != transforms.values.size())
       detail::file_error("safetensors: layer ", l, " has ", transforms.keys.size(), " key and ",
                          transforms.values.size(), " value transforms, expected as many");
+    detail::read_affine_parts(file, "k", layer, transforms.keys);
+    detail::read_affine_parts(file, "v", layer, transforms.values);
     result.layers.push_back(std::move(transforms));
   }
   return result;
