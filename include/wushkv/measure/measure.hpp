@@ -7,6 +7,7 @@
 #include "wushkv/measure/attention.hpp"
 #include "wushkv/measure/distribution.hpp"
 #include "wushkv/measure/errors.hpp"
+#include "wushkv/measure/loss_bound.hpp"
 #include "wushkv/measure/relative_error.hpp"
 
 #endif  // WUSHKV_MEASURE_MEASURE_HPP

@@ -11,6 +11,9 @@
 
 namespace wushkv {
 
+/// What QuEST's step is widened by under feedback rounding, whose input is wider (design.md, *Quantizers*).
+inline constexpr double feedback_widening = 1.15;
+
 /// What rounds by a sensitivity: `Derived` says in which ways each token is tried (`trials`). A token's codes
 /// do not depend on how many others are encoded with it.
 template <class Derived, class ScalarType>
