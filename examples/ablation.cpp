@@ -5,135 +5,42 @@
 //
 //   ablation [--activations FILE] [--bits 4,3,2] [--json FILE]
 #include <algorithm>
-#include <charconv>
 #include <cstdint>
 #include <cstdio>
 #include <exception>
 #include <fstream>
 #include <map>
-#include <set>
 #include <stdexcept>
 #include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
 
-#include "wushkv/calibrate/calibrate.hpp"
-#include "wushkv/codec/codec.hpp"
-#include "wushkv/io/safetensors.hpp"
-#include "wushkv/measure/measure.hpp"
+#include "activations.hpp"
 #include "wushkv/quantize/quantize.hpp"
-
-#ifndef WUSHKV_EXAMPLE_DATA  // set by the build
-#define WUSHKV_EXAMPLE_DATA "examples/data"
-#endif
+#include "wushkv/recipe/recipes.hpp"
+#include "wushkv/recipe/tune.hpp"
 
 using namespace wushkv;
+using examples::Layer;
 
 namespace {
 
-struct Sequence {
-  Batch<double> q, k, v;  // [tokens, heads * dim]
-};
-
-struct Layer {
-  int number;
-  AttentionHeads heads;
-  Sequence calibration, evaluation;
-  Batch<double> w_o;  // [query_heads * value_dim, model]
-  LayerStatistics statistics;
-};
-
-// Tensors are [tokens, heads, dim]; the library takes heads side by side. A file that does not fit says so
-// with its layer.
-Sequence load_sequence(const SafetensorsView& file, const std::string& prefix, const AttentionHeads& heads) {
-  file.expect_shape(prefix + ".q", {Dynamic, heads.query_heads, heads.key_dim});
-  file.expect_shape(prefix + ".k", {Dynamic, heads.kv_heads, heads.key_dim});
-  file.expect_shape(prefix + ".v", {Dynamic, heads.kv_heads, heads.value_dim});
-  return {file.token_matrix<double>(prefix + ".q"), file.token_matrix<double>(prefix + ".k"),
-          file.token_matrix<double>(prefix + ".v")};
-}
-
-Layer load_layer(const SafetensorsView& file, int number) {
-  const std::string l = std::to_string(number);
-  const TensorShape w_o = file.expect_shape(l + ".w_o", {Dynamic, Dynamic, Dynamic}).shape();
-  const TensorShape k = file.expect_shape(l + ".calibration.k", {Dynamic, Dynamic, Dynamic}).shape();
-  const AttentionHeads heads{w_o[0], k[1], k[2], w_o[1]};
-  Layer layer{number,
-              heads,
-              load_sequence(file, l + ".calibration", heads),
-              load_sequence(file, l + ".evaluation", heads),
-              file.matrix<double>(l + ".w_o"),
-              LayerStatistics(heads)};
-  try {
-    layer.statistics.set_output_projection(layer.w_o);
-    layer.statistics.add(layer.calibration.q, layer.calibration.k, layer.calibration.v);
-  } catch (const std::invalid_argument& error) {
-    throw FileError("ablation: layer " + l + ": " + error.what());
-  }
-  return layer;
-}
-
-std::vector<Layer> load_layers(const std::string& path) {
-  const SafetensorsFile file(path);
-  std::set<int> numbers;
-  for (const std::string& name : file.names()) {
-    int number = 0;
-    const auto [end, error] = std::from_chars(name.data(), name.data() + name.size(), number);
-    if (error == std::errc() && std::string_view(end) == ".w_o") numbers.insert(number);
-  }
-  if (numbers.empty()) throw FileError("ablation: " + path + " has no tensors L.w_o, expected one a layer");
-  std::vector<Layer> layers;
-  for (const int number : numbers) layers.push_back(load_layer(file, number));
-  return layers;
-}
-
-// Every head's vectors through its codec and back.
-template <class Q>
-Batch<double> through_cache(const std::vector<BlockTransform>& transforms, const Q& quantizer,
-                            const Batch<double>& x) {
-  Batch<double> cached(x.rows(), x.cols());
-  const Index d = x.cols() / static_cast<Index>(transforms.size());
-  for (std::size_t h = 0; h < transforms.size(); ++h) {
-    const Codec codec(transforms[h], quantizer);
-    const Index at = static_cast<Index>(h) * d;
-    cached.middleCols(at, d) = codec.reconstruct(x.middleCols(at, d));
-  }
-  return cached;
-}
-
 enum class QuantizerKind { Quest, LloydMax, MinMax, Percentile };
-
-template <class Q>
-double layer_error(const Layer& layer, const LayerTransforms& transforms, const Q& key_quantizer,
-                   const Q& value_quantizer) {
-  const Sequence& x = layer.evaluation;
-  return module_error(layer.heads, x.q, x.k, x.v, through_cache(transforms.keys, key_quantizer, x.k),
-                      through_cache(transforms.values, value_quantizer, x.v), layer.w_o)
-      .relative();
-}
-
-double quantized_error(const Layer& layer, const LayerTransforms& transforms, QuantizerKind kind, int bits) {
-  using Affine = wushkv::Affine<double>;
-  switch (kind) {
-    case QuantizerKind::Quest:
-      return layer_error(layer, transforms, Quest<double>(bits), Quest<double>(bits));
-    case QuantizerKind::LloydMax:
-      return layer_error(layer, transforms, LloydMax<double>(bits), LloydMax<double>(bits));
-    case QuantizerKind::MinMax:
-      return layer_error(layer, transforms, Affine::min_max(bits), Affine::min_max(bits));
-    case QuantizerKind::Percentile:
-      break;
-  }
-  return layer_error(layer, transforms, Affine::percentile(oscar_key_percentile, bits),
-                     Affine::percentile(oscar_value_percentile, bits));
-}
+enum class RoundingKind { Nearest, Search, Feedback, FeedbackSearch };
 
 struct Variant {
   std::string name;
   Construction construction;
   QuantizerKind quantizer;
-  int seeds = 1;
+  RoundingKind rounding = RoundingKind::Nearest;
+  bool tuned = false;  // the quantizer's clip ratio or step, layer by layer, on the calibration tokens
+  int signs = 0;       // choices of eigenvectors' signs to try
+  int seeds = 1;       // of the construction, to average over
+
+  bool feeds_back() const {
+    return rounding == RoundingKind::Feedback || rounding == RoundingKind::FeedbackSearch;
+  }
 };
 
 const std::vector<Variant> variants = {
@@ -141,11 +48,139 @@ const std::vector<Variant> variants = {
     {"hadamard+quest", Construction::Hadamard, QuantizerKind::Quest},
     {"oscar+quest", Construction::Oscar, QuantizerKind::Quest},
     {"wush+quest", Construction::Wush, QuantizerKind::Quest},
-    {"random+lloyd (TurboQuant-style)", Construction::Random, QuantizerKind::LloydMax, 8},
+    {"wush-a+quest", Construction::WushA, QuantizerKind::Quest},
+    {.name = "random+lloyd (TurboQuant-style)",
+     .construction = Construction::Random,
+     .quantizer = QuantizerKind::LloydMax,
+     .seeds = 8},
     {"hadamard+percentile", Construction::Hadamard, QuantizerKind::Percentile},
     {"oscar+percentile", Construction::Oscar, QuantizerKind::Percentile},
     {"wush+percentile", Construction::Wush, QuantizerKind::Percentile},
+    {"wush-a+percentile", Construction::WushA, QuantizerKind::Percentile},
+    {"hadamard+percentile tuned", Construction::Hadamard, QuantizerKind::Percentile, RoundingKind::Nearest,
+     true},
+    {"oscar+percentile tuned", Construction::Oscar, QuantizerKind::Percentile, RoundingKind::Nearest, true},
+    {"wush+percentile tuned", Construction::Wush, QuantizerKind::Percentile, RoundingKind::Nearest, true},
+    {"oscar+quest tuned", Construction::Oscar, QuantizerKind::Quest, RoundingKind::Nearest, true},
+    {"wush+quest tuned", Construction::Wush, QuantizerKind::Quest, RoundingKind::Nearest, true},
+    {"joint+quest", Construction::Joint, QuantizerKind::Quest},
+    {"joint+affine search", Construction::Joint, QuantizerKind::MinMax, RoundingKind::Search},
+    {"wush+quest feedback", Construction::Wush, QuantizerKind::Quest, RoundingKind::Feedback},
+    {"joint+quest feedback", Construction::Joint, QuantizerKind::Quest, RoundingKind::Feedback},
+    {"joint+quest feedback search", Construction::Joint, QuantizerKind::Quest, RoundingKind::FeedbackSearch},
+    {"joint+affine feedback search", Construction::Joint, QuantizerKind::MinMax,
+     RoundingKind::FeedbackSearch},
+    {"joint+affine feedback search signs", Construction::Joint, QuantizerKind::MinMax,
+     RoundingKind::FeedbackSearch, false, 8},
 };
+
+// The heads of one side, keys or values, and the codec of each: a quantizer, made from the tuned parameter,
+// under the variant's rounding.
+class Side {
+ public:
+  Side(const Variant& variant, std::vector<HeadTransform> heads, std::vector<TuningTokens> tokens, bool keys,
+       int bits)
+      : variant_(variant), heads_(std::move(heads)), tokens_(std::move(tokens)), bits_(bits) {
+    parameter_ = variant.quantizer == QuantizerKind::Percentile
+                     ? (keys ? oscar_key_percentile : oscar_value_percentile)
+                 : variant.rounding == RoundingKind::Feedback ? feedback_widening
+                                                              : 1;
+    if (variant.tuned)
+      with_quantizer([&](auto quantizer_of) {
+        const std::span<const double> candidates = variant.quantizer == QuantizerKind::Percentile
+                                                       ? std::span<const double>(percentile_candidates)
+                                                       : quest_candidates;
+        parameter_ = tune(candidates, heads_, tokens_, [&](const HeadTransform& head, double parameter) {
+                       return Codec(head.centered(), quantizer_of(parameter));
+                     }).parameter;
+      });
+    if (variant.signs > 0)
+      for (std::size_t h = 0; h < heads_.size(); ++h)
+        with_codec(
+            [&](auto codec_of) { heads_[h] = choose_signs(heads_[h], tokens_[h], codec_of, variant.signs); });
+  }
+
+  // `tokens` `[n, heads * dim]` through the codecs and back.
+  Batch<double> through_cache(const Batch<double>& tokens) const {
+    Batch<double> cached;
+    with_codec([&](auto codec_of) {
+      cached = examples::through_cache(static_cast<Index>(heads_.size()), tokens, [&](Index h) {
+        return codec_of(heads_[static_cast<std::size_t>(h)]);
+      });
+    });
+    return cached;
+  }
+
+ private:
+  // Calls `use` with what makes a codec of a head.
+  template <class Use>
+  void with_codec(Use use) const {
+    with_quantizer([&](auto quantizer_of) {
+      const auto quantizer = quantizer_of(parameter_);
+      const bool affine = variant_.quantizer == QuantizerKind::MinMax;
+      const std::span<const double> factors =
+          affine ? std::span<const double>(affine_range_factors) : quest_step_factors;
+      const auto with_rounding = [&](auto rounding_of) {
+        use([=](const HeadTransform& head) {
+          return Codec(head.centered(), quantizer, 0, rounding_of(sensitivity_of<double>(head)));
+        });
+      };
+      using S = Sensitivity<double>;
+      switch (variant_.rounding) {
+        case RoundingKind::Nearest:
+          return use([=](const HeadTransform& head) { return Codec(head.centered(), quantizer); });
+        case RoundingKind::Search:
+          return with_rounding([=](const S& s) { return StepSearch(SensitiveNearest<double>(s), factors); });
+        case RoundingKind::Feedback:
+          return with_rounding([](const S& s) { return Feedback<double>(s); });
+        case RoundingKind::FeedbackSearch:
+          return with_rounding([=](const S& s) { return StepSearch(Feedback<double>(s), factors); });
+      }
+    });
+  }
+
+  // Calls `use` with what makes the quantizer from its parameter.
+  template <class Use>
+  void with_quantizer(Use use) const {
+    using Affine = wushkv::Affine<double>;
+    const int bits = bits_;
+    switch (variant_.quantizer) {
+      case QuantizerKind::Quest:
+        return use([=](double widen) { return Quest<double>(bits, widen); });
+      case QuantizerKind::LloydMax:
+        return use([=](double) { return LloydMax<double>(bits); });
+      case QuantizerKind::MinMax:
+        return use([=](double) { return Affine::min_max(bits); });
+      case QuantizerKind::Percentile:
+        return use([=](double kappa) { return Affine::percentile(kappa, bits); });
+    }
+  }
+
+  Variant variant_;
+  std::vector<HeadTransform> heads_;
+  std::vector<TuningTokens> tokens_;
+  int bits_;
+  double parameter_ = 1;
+};
+
+double quantized_error(const Layer& layer, const Variant& variant, std::uint64_t seed, int bits) {
+  BuildOptions options;
+  options.construction = variant.construction;
+  options.exponent = variant.feeds_back() ? feedback_exponent : 0.5;
+  options.seed = seed;
+  const LayerTransforms transforms = build_transforms(layer.statistics, options);
+  std::vector<TuningTokens> keys, values;
+  for (Index h = 0; h < layer.heads.kv_heads; ++h) {
+    keys.push_back(tuning_keys(layer.statistics.sample(), h));
+    values.push_back(tuning_values(layer.statistics.sample(), h));
+  }
+  const Side key_side(variant, transforms.keys, std::move(keys), true, bits);
+  const Side value_side(variant, transforms.values, std::move(values), false, bits);
+  const examples::Sequence& x = layer.evaluation;
+  return module_error(layer.heads, x.q, x.k, x.v, key_side.through_cache(x.k), value_side.through_cache(x.v),
+                      layer.w_o)
+      .relative();
+}
 
 struct Result {
   std::vector<double> layers;
@@ -158,11 +193,7 @@ Result run(const Variant& variant, const std::vector<Layer>& layers, int bits) {
   for (int seed = 0; seed < variant.seeds; ++seed) {
     std::vector<double> errors;
     for (const Layer& layer : layers) {
-      BuildOptions options;
-      options.construction = variant.construction;
-      options.seed = static_cast<std::uint64_t>(seed);
-      errors.push_back(
-          quantized_error(layer, build_transforms(layer.statistics, options), variant.quantizer, bits));
+      errors.push_back(quantized_error(layer, variant, static_cast<std::uint64_t>(seed), bits));
       result.layers[errors.size() - 1] += errors.back() / variant.seeds;
     }
     result.geometric_mean += geometric_mean(errors) / variant.seeds;
@@ -211,21 +242,21 @@ std::vector<int> parse_bits(const std::string& text) {
 }
 
 void ablation(const std::string& activations, const std::vector<int>& widths, const std::string& json) {
-  const std::vector<Layer> layers = load_layers(activations);
+  const std::vector<Layer> layers = examples::load_layers(activations);
   std::ofstream json_file;
   if (!json.empty()) json_file.open(json);
   if (!json.empty() && !json_file) throw FileError("ablation: " + json + " cannot be opened for writing");
   std::printf(
       "Relative squared error of the attention module's output, every key and value quantized, one group a "
       "head\n\n");
-  std::printf("bits  %-32s", "transform + quantizer");
+  std::printf("bits  %-36s", "transform + quantizer");
   for (const Layer& layer : layers) std::printf("  layer %-3d", layer.number);
   std::printf("  geometric mean\n");
   std::map<int, std::vector<Result>> results;
   for (const int bits : widths) {
     for (const Variant& variant : variants) {
       const Result result = run(variant, layers, bits);
-      std::printf("%4d  %-32s", bits, variant.name.c_str());
+      std::printf("%4d  %-36s", bits, variant.name.c_str());
       for (const double error : result.layers) std::printf("  %9.5f", error);
       std::printf("  %14.5f\n", result.geometric_mean);
       results[bits].push_back(result);
@@ -238,7 +269,7 @@ void ablation(const std::string& activations, const std::vector<int>& widths, co
 }  // namespace
 
 int main(int argc, char** argv) {
-  std::string activations = WUSHKV_EXAMPLE_DATA "/smollm2-activations.safetensors", json, bits = "4,3,2";
+  std::string activations = examples::default_activations, json, bits = "4,3,2";
   const char* const usage = "usage: ablation [--activations FILE] [--bits 4,3,2] [--json FILE]\n";
   for (int i = 1; i < argc; ++i) {
     const std::string_view option = argv[i];

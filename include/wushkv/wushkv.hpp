@@ -19,6 +19,8 @@
 #include "wushkv/io/transforms.hpp"
 #include "wushkv/measure/measure.hpp"
 #include "wushkv/quantize/quantize.hpp"
+#include "wushkv/recipe/recipes.hpp"
+#include "wushkv/recipe/tune.hpp"
 #include "wushkv/rope/key_transform.hpp"
 #include "wushkv/rope/rms_norm.hpp"
 #include "wushkv/rope/rope.hpp"
