@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // Attention over a PagedCache: the reference outputs, exactly and from BF16 windows, and decoded tokens
 // against exact attention.
+#include <tuple>
+
 #include "attention_reference.hpp"
 #include "cache_support.hpp"
 #include "wushkv/attend/attend.hpp"
 #include "wushkv/measure/attention.hpp"
 #include "wushkv/quantize/pass_through.hpp"
+#include "wushkv/transform/centered.hpp"
 #include "wushkv/transform/identity.hpp"
 
 using namespace wushkv;
@@ -48,6 +51,60 @@ TEST_CASE("reference outputs through the cache: a float pass-through within 2e-6
     CHECK(through_cache(quantized, attend, name) < 2e-6);
     CHECK(through_cache(windows, attend, name) < 1e-2);
   }
+}
+
+TEST_CASE("centered keys and values change nothing, in pages and in windows, in both bases") {
+  using Centering = Codec<Centered<Dense<float>>, PassThrough<float, float>>;
+  const test::AttentionReference reference;
+  test::Random random(352);
+  std::vector<Centering> keys, values;
+  for (std::vector<Centering>* side : {&keys, &values})
+    for (int h = 0; h < 2; ++h)
+      side->emplace_back(Centered(test::any_dense(random, 16), random.vector<float>(16)),
+                         PassThrough<float, float>());
+  const auto stored = [&](const Batch<float>& x, Index kv_heads) {
+    Batch<float> y(x.rows(), x.cols());
+    const Index heads = x.cols() / 16;
+    for (Index g = 0; g < heads; ++g)
+      y.middleCols(16 * g, 16) = values[static_cast<std::size_t>(g * kv_heads / heads)].transform().forward(
+          x.middleCols(16 * g, 16));
+    return y;
+  };
+  const Batch<float> q = reference.q.cast<float>(), k = reference.k.cast<float>(),
+                     v = reference.v.cast<float>();
+  using Cache = PagedCache<Centering, Centering>;
+  for (const bool transformed : {false, true})
+    for (const auto& [sink, recent, tolerance] :
+         {std::tuple<Index, Index, double>{0, 0, 1e-5}, {4, 8, 2e-2}, {4, 64, 2e-2}}) {
+      CacheOptions options{.page_tokens = 16, .sink = sink, .recent = recent, .flush = recent > 0 ? 8 : 1};
+      AttendOptions attend;
+      Batch<float> expected = reference.side_by_side("output").cast<float>();
+      if (transformed) {
+        options.value_basis = attend.new_value_basis = attend.output_basis = Basis::Transformed;
+        expected = stored(expected, 2);
+      }
+      PagePool pool(Cache::page_bytes(keys, values, options), 16);
+      Cache cache(pool, keys, values, options);
+      const Attention<Centering, Centering> attention(reference.heads, keys, values, attend);
+      Attention<Centering, Centering>::Workspace workspace;
+      const Batch<float> given = transformed ? stored(v, 2) : v;
+      const SequenceId id = cache.create();
+      Batch<float> decoded(40, 96), prefilled(40, 96);
+      for (Index t = 0; t < 40; ++t) {
+        cache.append(id, k.row(t), given.row(t));
+        Vector<float> out(96);
+        attention.decode(cache.view(id), q.row(t).transpose(), out, workspace);
+        decoded.row(t) = out.transpose();
+      }
+      attention.prefill(cache.view(id), q, prefilled, workspace);
+      CHECK(test::relative_difference(decoded, expected) < tolerance);
+      CHECK(test::relative_difference(prefilled, expected) < tolerance);
+      // Exact new tokens beside cached ones.
+      cache.truncate(id, 25);
+      attention.prefill(cache.view(id), q.bottomRows(15), k.bottomRows(15), given.bottomRows(15),
+                        prefilled.bottomRows(15), workspace);
+      CHECK(test::relative_difference(prefilled.bottomRows(15), expected.bottomRows(15)) < tolerance);
+    }
 }
 
 TEST_CASE("a mask and a window together: cached new tokens give what exact ones do") {

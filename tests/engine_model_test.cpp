@@ -854,7 +854,7 @@ TEST_CASE("every quantizer makes a cache") {
     settings.quantizer = engine::quantizer_from_string(name);
     settings.key_bits = settings.value_bits = 4;
     Runner four(model, settings);
-    settings.wide_params = true;
+    settings.param_bits = 32;
     settings.key_bits = settings.value_bits = 2;
     settings.group_size = 8;
     Runner two(model, settings);

@@ -2,6 +2,7 @@
 #include "wushkv/calibrate/fold.hpp"
 
 #include "support.hpp"
+#include "wushkv/calibrate/build.hpp"
 #include "wushkv/transform/block_diagonal.hpp"
 #include "wushkv/transform/dense.hpp"
 #include "wushkv/transform/hadamard.hpp"
@@ -83,6 +84,31 @@ TEST_CASE("a centered transform folds its mean into both biases") {
   const Batch<double> stored =
       (x * folded.w_v.topRows(12).transpose()).rowwise() + folded.b_v.head(12).transpose();
   CHECK(test::relative_difference(stored, transforms[0].forward(v)) < 1e-12);
+}
+
+TEST_CASE("joint transforms fold: outputs within 1e-9, and the projection yields what the codec stores") {
+  test::Random random(155);
+  for (const double exponent : {0.5, 0.75})
+    for (const Index group : {0, 4}) {
+      const Batch<double> x = random.batch(60, model), weights = any_weights(random, 60);
+      const Module plain(random);
+      const Batch<double> v = (x * plain.w_v.transpose()).rowwise() + plain.b_v.transpose();
+      LayerStatistics statistics(heads);
+      statistics.set_output_projection(plain.w_o);
+      statistics.gather_attention();
+      statistics.add(random.batch(60, 48), random.batch(60, 16), v);
+      const LayerTransforms built = build_transforms(
+          statistics, {.construction = Construction::Joint, .value_group_size = group, .exponent = exponent});
+      Module folded = plain;
+      fold_values(centered(built.values), heads, folded.w_v, folded.w_o, folded.b_v, folded.b_o);
+      CHECK(test::relative_difference(folded.output(x, weights), plain.output(x, weights)) < 1e-9);
+      CHECK(test::relative_difference(folded.b_o, plain.b_o) > 1e-3);
+      const Batch<double> stored = (x * folded.w_v.transpose()).rowwise() + folded.b_v.transpose();
+      for (Index h = 0; h < 2; ++h)
+        CHECK(test::relative_difference(stored.middleCols(12 * h, 12),
+                                        built.values[static_cast<std::size_t>(h)].centered().forward(
+                                            v.middleCols(12 * h, 12))) < 1e-9);
+    }
 }
 
 TEST_CASE("row- and column-major, transposed, float weights, fast transforms") {

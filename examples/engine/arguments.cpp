@@ -20,6 +20,13 @@ std::optional<std::int64_t> whole_number(std::string_view text) {
   return number;
 }
 
+std::optional<double> real_number(std::string_view text) {
+  double number = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
+  if (error != std::errc() || end != text.data() + text.size()) return std::nullopt;
+  return number;
+}
+
 Arguments::Arguments(std::string verb, std::string summary, std::vector<std::string> positional,
                      std::vector<Option> options)
     : verb_(std::move(verb)),
@@ -102,14 +109,13 @@ std::int64_t Arguments::checked(const std::string& subject, const std::string& v
 
 double Arguments::number(std::string_view name, double least, double most) const {
   const std::string value = text(name);
-  double result = 0;
-  const auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), result);
-  if (error != std::errc() || end != value.data() + value.size() || !(result >= least && result <= most)) {
+  const std::optional<double> result = real_number(value);
+  if (!result || !(*result >= least && *result <= most)) {
     char range[80];
     std::snprintf(range, sizeof range, "%g to %g", least, most);
     refuse("--" + std::string(name) + " is '" + value + "', expected a number from " + range);
   }
-  return result;
+  return *result;
 }
 
 std::vector<std::string> Arguments::list(std::string_view name) const {

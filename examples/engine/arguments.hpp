@@ -12,6 +12,8 @@ namespace engine {
 
 /// The whole number that all of `text` is; none if it is something else.
 std::optional<std::int64_t> whole_number(std::string_view text);
+/// A number, nothing for any other text.
+std::optional<double> real_number(std::string_view text);
 
 /// An option of a verb. `value` is the name of its argument in the help, empty for a flag; `fallback` what it
 /// is without being given.

@@ -3,17 +3,16 @@
 #define WUSHKV_EXAMPLES_ENGINE_CODEC_CACHE_HPP
 
 #include <algorithm>
-#include <limits>
+#include <map>
 #include <memory>
 #include <span>
 #include <utility>
 #include <vector>
 
+#include "engine/head_codec.hpp"
 #include "engine/kv_cache.hpp"
 #include "wushkv/attend/attend.hpp"
 #include "wushkv/cache/paged_cache.hpp"
-#include "wushkv/transform/centered.hpp"
-#include "wushkv/transform/dense.hpp"
 
 namespace engine {
 
@@ -27,7 +26,7 @@ struct LayerCodecs {
 template <class Quantizer>
 class CodecCache final : public KvCache {
  public:
-  using Codec = wushkv::Codec<wushkv::Centered<wushkv::Dense<float>>, Quantizer>;
+  using Codec = HeadCodec<Quantizer>;
   using Cache = wushkv::PagedCache<Codec, Codec>;
   using Attention = wushkv::Attention<Codec, Codec>;
 
@@ -41,15 +40,19 @@ class CodecCache final : public KvCache {
     options.value_basis = wushkv::Basis::Transformed;
     wushkv::AttendOptions attend;
     attend.new_value_basis = attend.output_basis = wushkv::Basis::Transformed;
-    std::size_t page_bytes = 1;
+    // Layers whose pages are alike share a pool.
+    std::map<std::size_t, Index> layers_of_size;
     for (const LayerCodecs<Codec>& layer : codecs)
-      page_bytes = std::max(page_bytes, Cache::page_bytes(layer.keys, layer.values, options));
+      ++layers_of_size[Cache::page_bytes(layer.keys, layer.values, options)];
     const Index pages_a_sequence = (settings.capacity + options.page_tokens - 1) / options.page_tokens;
-    pool_ = std::make_unique<wushkv::PagePool>(
-        page_bytes, static_cast<std::size_t>(std::max<Index>(1, pages_a_sequence * settings.sequences) *
-                                             static_cast<Index>(codecs.size())));
-    for (LayerCodecs<Codec>& layer : codecs)
-      layers_.push_back(std::make_unique<Layer>(*pool_, heads, std::move(layer), options, attend));
+    const Index pages_a_layer = std::max<Index>(1, pages_a_sequence * settings.sequences);
+    for (const auto& [bytes, count] : layers_of_size)
+      pools_.emplace(
+          bytes, std::make_unique<wushkv::PagePool>(bytes, static_cast<std::size_t>(pages_a_layer * count)));
+    for (LayerCodecs<Codec>& layer : codecs) {
+      wushkv::PagePool& pool = *pools_.at(Cache::page_bytes(layer.keys, layer.values, options));
+      layers_.push_back(std::make_unique<Layer>(pool, heads, std::move(layer), options, attend));
+    }
     for (auto& layer : layers_)
       for (Index s = 0; s < settings.sequences; ++s) layer->sequences.push_back(layer->cache.create());
   }
@@ -88,13 +91,13 @@ class CodecCache final : public KvCache {
         usage.window_bytes += (tokens - static_cast<std::size_t>(layer->cache.quantized(id))) * token_bf16;
       }
     usage.tokens /= layers_.size();
-    usage.page_bytes = pool_->statistics().used_bytes;
-    const Layer& first = *layers_.front();
+    for (const auto& [bytes, pool] : pools_) usage.page_bytes += pool->statistics().used_bytes;
     const auto key_dim = static_cast<double>(heads_.key_dim),
                value_dim = static_cast<double>(heads_.value_dim);
-    usage.bits_per_element = (first.cache.key_codecs().front().bits_per_element() * key_dim +
-                              first.cache.value_codecs().front().bits_per_element() * value_dim) /
-                             (key_dim + value_dim);
+    for (const auto& layer : layers_)
+      usage.bits_per_element += (layer->cache.key_codecs().front().bits_per_element() * key_dim +
+                                 layer->cache.value_codecs().front().bits_per_element() * value_dim) /
+                                (key_dim + value_dim) / static_cast<double>(layers_.size());
     return usage;
   }
 
@@ -170,50 +173,39 @@ class CodecCache final : public KvCache {
 
   wushkv::AttentionHeads heads_;
   CacheSettings settings_;
-  std::unique_ptr<wushkv::PagePool> pool_;
+  std::map<std::size_t, std::unique_ptr<wushkv::PagePool>> pools_;  // by their pages' bytes
   std::vector<std::unique_ptr<Layer>> layers_;
   std::vector<Workspace> workspaces_;
 };
 
-/// `T` of a head for the codec, in float.
-inline wushkv::Dense<float> dense_transform(const wushkv::BlockTransform& blocks) {
-  const wushkv::SquareMatrix<double> forward = wushkv::to_matrix(blocks);
-  wushkv::SquareMatrix<double> inverse = wushkv::SquareMatrix<double>::Zero(forward.rows(), forward.cols());
-  Index at = 0;
-  for (const wushkv::Dense<double>& block : blocks.blocks()) {
-    const Index d = static_cast<Index>(block.dim());
-    inverse.block(at, at, d, d) = block.inverse_matrix();
-    at += d;
-  }
-  // The blocks were checked when they were made or read, by what their precision allows.
-  return wushkv::Dense<float>(wushkv::MatrixPair{forward, inverse}, std::numeric_limits<double>::infinity());
-}
-
-/// A cache of this quantizer for keys and for values.
-template <class Quantizer>
+/// A cache of the quantizers that `quantizer_of` makes of `QuantizerSettings`.
+template <class QuantizerOf>
 std::unique_ptr<KvCache> make_codec_cache(const wushkv::AttentionHeads& heads, Index layers,
                                           const std::vector<wushkv::LayerTransforms>& transforms,
-                                          const CacheSettings& settings, const Quantizer& key_quantizer,
-                                          const Quantizer& value_quantizer) {
+                                          const CacheSettings& settings, QuantizerOf quantizer_of) {
+  using Quantizer = decltype(quantizer_of(QuantizerSettings()));
   using Codec = typename CodecCache<Quantizer>::Codec;
-  const auto codec = [&](const std::vector<wushkv::HeadTransform>* side, Index head, Index dim,
-                         const Quantizer& quantizer) {
-    wushkv::Vector<float> mean = wushkv::Vector<float>::Zero(dim);
-    if (side == nullptr)
-      return Codec({wushkv::Dense<float>(wushkv::SquareMatrix<double>::Identity(dim, dim)), std::move(mean)},
-                   quantizer, settings.group_size);
-    const wushkv::HeadTransform& transform = (*side)[static_cast<std::size_t>(head)];
-    mean = transform.mean.cast<float>();
-    return Codec({dense_transform(transform.linear), std::move(mean)}, quantizer, settings.group_size);
-  };
-  std::vector<LayerCodecs<Codec>> codecs(static_cast<std::size_t>(layers));
-  for (std::size_t l = 0; l < codecs.size(); ++l)
+  const auto side_of = [&](const std::vector<wushkv::HeadTransform>* side, Index dim, int bits, bool is_key) {
+    std::vector<Codec> codecs;
     for (Index h = 0; h < heads.kv_heads; ++h) {
-      codecs[l].keys.push_back(
-          codec(transforms.empty() ? nullptr : &transforms[l].keys, h, heads.key_dim, key_quantizer));
-      codecs[l].values.push_back(
-          codec(transforms.empty() ? nullptr : &transforms[l].values, h, heads.value_dim, value_quantizer));
+      const wushkv::HeadTransform* const head =
+          side != nullptr ? &(*side)[static_cast<std::size_t>(h)] : nullptr;
+      const QuantizerSettings of_head{settings.quantizer, bits, is_key,
+                                      settings.tuned ? tuned_parameter(head, settings.quantizer, bits) : 0,
+                                      settings.rounding};
+      codecs.push_back(head_codec(head, dim, quantizer_of(of_head), of_head, settings.group_size));
     }
+    return codecs;
+  };
+  std::vector<LayerCodecs<Codec>> codecs;
+  for (std::size_t l = 0; l < static_cast<std::size_t>(layers); ++l) {
+    const LayerBits bits =
+        settings.layers.empty() ? LayerBits{settings.key_bits, settings.value_bits} : settings.layers[l];
+    const wushkv::LayerTransforms* const layer = transforms.empty() ? nullptr : &transforms[l];
+    codecs.push_back(
+        {side_of(layer != nullptr ? &layer->keys : nullptr, heads.key_dim, bits.keys, true),
+         side_of(layer != nullptr ? &layer->values : nullptr, heads.value_dim, bits.values, false)});
+  }
   return std::make_unique<CodecCache<Quantizer>>(heads, std::move(codecs), settings);
 }
 

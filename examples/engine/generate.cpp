@@ -180,7 +180,7 @@ void generate(const std::vector<std::string>& words) {
   if (chat && (!session.tokenizer.find("<|im_start|>") || !session.tokenizer.find("<|im_end|>")))
     arguments.refuse("the model has no tokens <|im_start|> and <|im_end|>, expected them for a chat");
   Transformer transformer(session.model, context, session.threads);
-  TransformSource source(session.model, arguments);
+  TransformSource source(session.model, arguments, session.threads);
   source.check_use({choice});
   CacheSettings settings = source.settings(choice);
   settings.capacity = context;

@@ -8,21 +8,19 @@
 
 #include "engine/codec_cache.hpp"
 #include "wushkv/core/error.hpp"
-#include "wushkv/quantize/affine.hpp"
-#include "wushkv/quantize/lloyd_max.hpp"
 #include "wushkv/quantize/pass_through.hpp"
-#include "wushkv/quantize/quest.hpp"
 
 namespace engine {
 namespace {
 
-constexpr std::array<std::pair<std::string_view, QuantizerKind>, 6> quantizer_names = {{
+constexpr std::array<std::pair<std::string_view, QuantizerKind>, 7> quantizer_names = {{
     {"float", QuantizerKind::Float},
     {"bf16", QuantizerKind::BFloat16},
     {"quest", QuantizerKind::Quest},
     {"percentile", QuantizerKind::Percentile},
     {"minmax", QuantizerKind::MinMax},
     {"lloyd", QuantizerKind::LloydMax},
+    {"compact", QuantizerKind::Compact},
 }};
 
 /// What a cache is made for, and how.
@@ -32,30 +30,39 @@ struct Order {
   const std::vector<wushkv::LayerTransforms>& transforms;
   const CacheSettings& settings;
 
-  template <class Quantizer>
-  std::unique_ptr<KvCache> make(const Quantizer& keys, const Quantizer& values) const {
-    return make_codec_cache(heads, layers, transforms, settings, keys, values);
+  /// `quantizer_of(settings)` makes the quantizer of a head's keys or values.
+  template <class QuantizerOf>
+  std::unique_ptr<KvCache> make(QuantizerOf quantizer_of) const {
+    return make_codec_cache(heads, layers, transforms, settings, quantizer_of);
   }
 };
 
 /// All types of caches are made in this file: Eigen compiles slowly, and the second type costs a tenth of the
 /// first.
-template <class Params>
 std::unique_ptr<KvCache> make_quantized(const Order& order) {
-  using Quest = wushkv::Quest<float, Eigen::Dynamic, Params>;
-  using Affine = wushkv::Affine<float, Eigen::Dynamic, Params>;
-  using LloydMax = wushkv::LloydMax<float, Eigen::Dynamic, Params>;
-  const int keys = order.settings.key_bits, values = order.settings.value_bits;
+  const auto make = [&](auto quantizer_of) { return order.make(quantizer_of); };
+  const int param_bits = order.settings.param_bits;
   switch (order.settings.quantizer) {
-    case QuantizerKind::Quest:
-      return order.make(Quest(keys), Quest(values));
-    case QuantizerKind::LloydMax:
-      return order.make(LloydMax(keys), LloydMax(values));
+    case QuantizerKind::Compact:
+      return make([](const QuantizerSettings& s) { return compact_quantizer(s); });
     case QuantizerKind::Percentile:
-      return order.make(Affine::percentile(wushkv::oscar_key_percentile, keys),
-                        Affine::percentile(wushkv::oscar_value_percentile, values));
+    case QuantizerKind::MinMax:
+      if (param_bits == 8)
+        wushkv::detail::invalid_argument(
+            "cache: scales and zeros of 8 bits asked for, expected 16 or 32 bits, or the quantizer compact");
+      if (param_bits == 32)
+        return make([](const QuantizerSettings& s) { return affine_quantizer<float>(s); });
+      return make([](const QuantizerSettings& s) { return affine_quantizer<Eigen::half>(s); });
+    case QuantizerKind::LloydMax:
+      if (param_bits == 32) return make([](const QuantizerSettings& s) { return lloyd_quantizer<float>(s); });
+      if (param_bits == 8)
+        return make([](const QuantizerSettings& s) { return lloyd_quantizer<wushkv::Log8>(s); });
+      return make([](const QuantizerSettings& s) { return lloyd_quantizer<Eigen::half>(s); });
     default:
-      return order.make(Affine::min_max(keys), Affine::min_max(values));
+      if (param_bits == 32) return make([](const QuantizerSettings& s) { return quest_quantizer<float>(s); });
+      if (param_bits == 8)
+        return make([](const QuantizerSettings& s) { return quest_quantizer<wushkv::Log8>(s); });
+      return make([](const QuantizerSettings& s) { return quest_quantizer<Eigen::half>(s); });
   }
 }
 
@@ -68,6 +75,12 @@ QuantizerKind quantizer_from_string(const std::string& name) {
     names += (names.empty() ? "" : ", ") + std::string(known);
   }
   throw std::invalid_argument("wushkv-lm: quantizer '" + name + "' is unknown, expected one of " + names);
+}
+
+std::string tuned_name(QuantizerKind kind, int bits) {
+  for (const auto& [known, k] : quantizer_names)
+    if (k == kind) return std::string(known) + ":" + std::to_string(bits);
+  throw std::invalid_argument("wushkv-lm: no such quantizer");
 }
 
 void check_transforms(const wushkv::AttentionHeads& heads, Index layers,
@@ -100,16 +113,17 @@ std::unique_ptr<KvCache> make_cache(const wushkv::AttentionHeads& heads, Index l
       settings.capacity > most)
     wushkv::detail::invalid_argument("cache of ", settings.sequences, " sequences of ", settings.capacity,
                                      " tokens asked for, expected 1 to ", most, " of each");
+  if (!settings.layers.empty() && static_cast<Index>(settings.layers.size()) != layers)
+    wushkv::detail::invalid_argument("cache: settings of ", settings.layers.size(),
+                                     " layers came, expected none or the model's ", layers);
   const Order order{heads, layers, transforms, settings};
   if (settings.quantizer == QuantizerKind::Float) {
-    const wushkv::PassThrough<float, float> exact;
-    return order.make(exact, exact);
+    return order.make([](const QuantizerSettings&) { return wushkv::PassThrough<float, float>(); });
   }
   if (settings.quantizer == QuantizerKind::BFloat16) {
-    const wushkv::PassThrough<float> rounded;
-    return order.make(rounded, rounded);
+    return order.make([](const QuantizerSettings&) { return wushkv::PassThrough<float>(); });
   }
-  return settings.wide_params ? make_quantized<float>(order) : make_quantized<Eigen::half>(order);
+  return make_quantized(order);
 }
 
 }  // namespace engine

@@ -24,19 +24,45 @@ enum class NewTokens {
   Cached  ///< as the cache has them: what quality is measured by
 };
 
-enum class QuantizerKind { Float, BFloat16, Quest, Percentile, MinMax, LloydMax };
+enum class QuantizerKind { Float, BFloat16, Quest, Percentile, MinMax, LloydMax, Compact };
 
-/// The quantizer of that name (`float`, `bf16`, `quest`, `percentile`, `minmax`, `lloyd`). Throws
+/// The quantizer of that name (`float`, `bf16`, `quest`, `percentile`, `minmax`, `lloyd`, `compact`). Throws
 /// `std::invalid_argument`, with the names there are, for another.
 QuantizerKind quantizer_from_string(const std::string& name);
+
+/// How a transformed token is rounded: with its errors fed back, with several steps tried.
+struct RoundingChoice {
+  bool feedback = false, search = false;
+};
+
+/// What a quantizer is made with.
+struct QuantizerSettings {
+  QuantizerKind kind = QuantizerKind::Float;
+  int bits = 0;
+  bool is_key = true;
+  /// A clip ratio or a factor of the step, whatever the quantizer has; 0 for its usual one.
+  double parameter = 0;
+  RoundingChoice rounding{};
+};
+
+/// The name under which transforms keep what a quantizer was tuned to, as `quest:2`.
+std::string tuned_name(QuantizerKind kind, int bits);
+
+/// Code bits of one layer.
+struct LayerBits {
+  int keys = 0, values = 0;
+};
 
 /// How a model's cache is made.
 struct CacheSettings {
   QuantizerKind quantizer = QuantizerKind::Float;
   int key_bits = 2, value_bits = 2;  ///< of the quantizers that have a choice
   Index group_size = 0;              ///< coordinates that share a scale; 0 for the whole head
-  bool wide_params = false;          ///< scales and zeros in 32 bits, not 16
-  Index sink = 0, recent = 0;        ///< tokens kept in BF16; with none, every token is quantized at once
+  int param_bits = 16;               ///< of a scale or zero: 8 (a scale alone), 16 or 32
+  RoundingChoice rounding{};
+  bool tuned = false;               ///< take the parameters that the transforms were tuned to
+  std::vector<LayerBits> layers{};  ///< one a layer, or none for `key_bits` and `value_bits` throughout
+  Index sink = 0, recent = 0;       ///< tokens kept in BF16; with none, every token is quantized at once
   NewTokens new_tokens = NewTokens::Cached;
   Index sequences = 1;
   Index capacity = 0;  ///< tokens a sequence can have

@@ -262,7 +262,7 @@ void needle(const std::vector<std::string>& words) {
   Session session(arguments);
   const Index longest = *std::max_element(grid.lengths.begin(), grid.lengths.end());
   Transformer transformer(session.model, longest, session.threads);
-  TransformSource source(session.model, arguments);
+  TransformSource source(session.model, arguments, session.threads);
   source.check_use(grid.codecs);
   const std::string file = arguments.text("text"), text = read_text(file.empty() ? default_text() : file);
   if (text.empty()) arguments.refuse("the filler is empty, expected some text");

@@ -65,7 +65,7 @@ void perplexity(const std::vector<std::string>& words) {
   Session session(arguments);
   Transformer transformer(session.model, context, session.threads);
   const std::vector<std::vector<Token>> texts = session.texts_of(arguments.text("text"), context, chunks);
-  TransformSource source(session.model, arguments);
+  TransformSource source(session.model, arguments, session.threads);
   source.check_use({choice});
   CacheSettings settings = source.settings(choice);
   settings.capacity = context;

@@ -211,7 +211,7 @@ void table(const std::vector<std::string>& words) {
   Session session(arguments);
   Transformer transformer(session.model, calibrated ? context : std::max(context, length), session.threads);
   const std::vector<std::vector<Token>> texts = session.texts_of(arguments.text("text"), context, chunks);
-  TransformSource source(session.model, arguments);
+  TransformSource source(session.model, arguments, session.threads);
   if (!source.has_statistics()) {
     std::vector<std::vector<Token>> calibration;
     if (arguments.given("calibrate-on")) {

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "engine/tuning.hpp"
 #include "wushkv/calibrate/build.hpp"
 #include "wushkv/io/statistics.hpp"
 #include "wushkv/io/transforms.hpp"
@@ -12,6 +13,7 @@ namespace engine {
 namespace {
 
 constexpr Index sample_tokens = 512;  // of each layer
+constexpr int sign_trials = 8;
 
 /// Throws `std::invalid_argument`, with the shapes, for statistics of another model.
 void check_statistics(const std::vector<wushkv::LayerStatistics>& statistics,
@@ -54,7 +56,7 @@ std::vector<Option> transform_options() {
 
 std::vector<Option> quantizer_options() {
   return {{"group", "N", "coordinates that share a scale, 0 for a whole head", "0"},
-          {"params", "16|32", "bits that a scale or a zero point is kept in", "16"}};
+          {"params", "8|16|32", "bits that a scale or a zero point is kept in", "16"}};
 }
 
 std::vector<Option> window_options(const std::string& sink, const std::string& recent) {
@@ -62,7 +64,8 @@ std::vector<Option> window_options(const std::string& sink, const std::string& r
           {"recent", "N", "last tokens, kept in BF16", recent}};
 }
 
-TransformSource::TransformSource(const Model& model, const Arguments& arguments) : model_(model) {
+TransformSource::TransformSource(const Model& model, const Arguments& arguments, Threads& threads)
+    : model_(model), threads_(threads) {
   group_size_ = arguments.integer("group", 0, 1 << 20);
   sink_ = arguments.integer("sink", 0, 1 << 30);
   recent_ = arguments.integer("recent", 0, 1 << 30);
@@ -72,8 +75,9 @@ TransformSource::TransformSource(const Model& model, const Arguments& arguments)
                      ", expected a divisor of the head dimensions " + std::to_string(heads.key_dim) +
                      " and " + std::to_string(heads.value_dim));
   const std::string params = arguments.text("params");
-  if (params != "16" && params != "32") arguments.refuse("--params is '" + params + "', expected 16 or 32");
-  wide_params_ = params == "32";
+  if (params != "8" && params != "16" && params != "32")
+    arguments.refuse("--params is '" + params + "', expected 8, 16 or 32");
+  param_bits_ = std::stoi(params);
   if (arguments.has("transforms") && arguments.given("transforms")) {
     file_ = wushkv::load_transforms(arguments.text("transforms")).layers;
     check_transforms(heads, model.config.layers, *file_);
@@ -88,7 +92,11 @@ TransformSource::TransformSource(const Model& model, const Arguments& arguments)
 void TransformSource::check_use(const std::vector<CodecChoice>& choices) const {
   bool wants_file = false, quantizes = false;
   for (const CodecChoice& choice : choices) {
-    const bool from_data = !choice.from_file && needs_statistics(choice.construction);
+    // Roundings need sensitivities, which statistics or a file of 'build' have.
+    const bool rounds = choice.rounding.feedback || choice.rounding.search;
+    const bool from_data =
+        choice.signs || choice.average_bits > 0 ||
+        (!choice.from_file && (choice.tuned || rounds || needs_statistics(choice.construction)));
     if (choice.from_file && !file_)
       throw std::invalid_argument("wushkv-lm: codec " + choice.name + " needs --transforms FILE, of 'build'");
     if (from_data && !statistics_)
@@ -104,19 +112,40 @@ void TransformSource::check_use(const std::vector<CodecChoice>& choices) const {
 }
 
 const TransformSource::Ready& TransformSource::of(const CodecChoice& choice) {
-  const std::string name = choice.from_file ? "file" : std::string(to_string(choice.construction));
-  if (const auto there = ready_.find(name); there != ready_.end()) return there->second;
+  // Most codecs share their transforms with others; what is settled for one codec is that codec's.
+  std::string name = choice.name;
+  if (!choice.signs && !choice.tuned && choice.average_bits == 0)
+    name = choice.from_file ? "file" : std::string(to_string(choice.construction));
+  if (choice.rounding.feedback && !choice.from_file) name += ", for feedback";
+  const auto there = ready_.find(name);
+  return there != ready_.end() ? there->second : ready_.emplace(name, make(choice)).first->second;
+}
+
+TransformSource::Ready TransformSource::make(const CodecChoice& choice) {
   Ready ready;
-  if (choice.from_file) {
+  if (choice.signs || choice.tuned || choice.average_bits > 0) {
+    CodecChoice plain = choice;
+    plain.signs = plain.tuned = false;
+    plain.average_bits = 0;
+    ready = of(plain);
+    if (choice.signs)
+      choose_all_signs(ready.transforms, *statistics_, choice, group_size_, sign_trials, threads_);
+    if (choice.tuned && !choice.from_file)
+      tune_layers(ready.transforms, *statistics_, choice, group_size_, threads_);
+    if (choice.average_bits > 0)
+      ready.layers = allot_bits(ready.transforms, *statistics_, choice, group_size_);
+    if (!choice.signs) return ready;  // with the plain one's weights
+  } else if (choice.from_file) {
     ready.transforms = file_.value();
   } else {
     wushkv::BuildOptions options;
     options.construction = choice.construction;
     options.key_group_size = options.value_group_size = group_size_;
+    if (choice.rounding.feedback) options.exponent = wushkv::feedback_exponent;
     ready.transforms = build_all(statistics_, model_.config.heads, model_.config.layers, options);
   }
-  ready.folded = fold(model_, ready.transforms);
-  return ready_.emplace(name, std::move(ready)).first->second;
+  ready.folded = std::make_shared<const std::vector<FoldedWeights>>(fold(model_, ready.transforms));
+  return ready;
 }
 
 CacheSettings TransformSource::settings(const CodecChoice& choice) const {
@@ -124,7 +153,9 @@ CacheSettings TransformSource::settings(const CodecChoice& choice) const {
   settings.quantizer = choice.quantizer;
   settings.key_bits = choice.key_bits;
   settings.value_bits = choice.value_bits;
-  settings.wide_params = wide_params_;
+  settings.param_bits = param_bits_;
+  settings.rounding = choice.rounding;
+  settings.tuned = choice.tuned;
   const bool quantized = choice.key_bits > 0;
   settings.group_size = quantized ? group_size_ : 0;
   // Windows are BF16: beside an unquantized cache they would be no gain, or a loss.
@@ -136,7 +167,10 @@ CacheSettings TransformSource::settings(const CodecChoice& choice) const {
 ReadyCache open_cache(const Model& model, TransformSource& source, const CodecChoice& choice,
                       const CacheSettings& settings) {
   const TransformSource::Ready& ready = source.of(choice);
-  return {make_cache(model.config.heads, model.config.layers, ready.transforms, settings), &ready.folded};
+  CacheSettings complete = settings;
+  complete.layers = ready.layers;
+  return {make_cache(model.config.heads, model.config.layers, ready.transforms, complete),
+          ready.folded.get()};
 }
 
 std::vector<wushkv::LayerStatistics> empty_statistics(const Model& model) {

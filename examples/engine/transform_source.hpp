@@ -39,12 +39,13 @@ class TransformSource {
  public:
   struct Ready {
     std::vector<wushkv::LayerTransforms> transforms;
-    std::vector<FoldedWeights> folded;
+    std::shared_ptr<const std::vector<FoldedWeights>> folded;
+    std::vector<LayerBits> layers;  ///< where they differ
   };
 
   /// Reads what `transform_options` name. `arguments` have `quantizer_options` and `window_options`, too.
   /// Throws for files that are of another model.
-  TransformSource(const Model& model, const Arguments& arguments);
+  TransformSource(const Model& model, const Arguments& arguments, Threads& threads);
   /// Statistics that were gathered in this run.
   void set_statistics(Statistics statistics) { statistics_ = std::move(statistics); }
   bool has_statistics() const { return statistics_ != nullptr; }
@@ -58,9 +59,12 @@ class TransformSource {
   CacheSettings settings(const CodecChoice& choice) const;
 
  private:
+  Ready make(const CodecChoice& choice);
+
   const Model& model_;
+  Threads& threads_;
   Index group_size_ = 0, sink_ = 0, recent_ = 0;
-  bool wide_params_ = false;
+  int param_bits_ = 16;
   std::optional<std::vector<wushkv::LayerTransforms>> file_;
   Statistics statistics_;
   std::map<std::string, Ready> ready_;

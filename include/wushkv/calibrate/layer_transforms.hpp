@@ -2,6 +2,8 @@
 #ifndef WUSHKV_CALIBRATE_LAYER_TRANSFORMS_HPP
 #define WUSHKV_CALIBRATE_LAYER_TRANSFORMS_HPP
 
+#include <map>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -22,6 +24,8 @@ struct HeadTransform {
   /// `A = T^-T (H + gamma tr(H)/d I) T^-1`, `[dim, dim]`: `eᵀ A e` is the loss of an error e in stored
   /// coordinates (design.md, *Feedback rounding*). 0 x 0 where no Hessian is known.
   SquareMatrix<double> sensitivity;
+  /// What tuning found for quantizers, by name and width as `quest:2` (`recipe/tune.hpp`).
+  std::map<std::string, double> tuned{};
 
   /// A linear transform is one whose mean is zero.
   HeadTransform(BlockTransform transform)

@@ -17,13 +17,13 @@
 namespace wushkv {
 
 // A transforms file is a safetensors file of, per layer L, `k.L` = T_K, `k_inv.L` = T_K^-1, `v_t.L` = T_Vᵀ
-// and `v_inv_t.L` = T_V^-T, each `[kv_heads, blocks, group, group]`; unless all are zero, the
-// means `k_mean.L`, `v_mean.L`, `[kv_heads, dim]`, and if known the sensitivities `k_sensitivity.L`,
+// and `v_inv_t.L` = T_V^-T, each `[kv_heads, blocks, group, group]`; unless all are zero, the means
+// `k_mean.L` and `v_mean.L`, `[kv_heads, dim]`; if known, the sensitivities `k_sensitivity.L` and
 // `v_sensitivity.L`,
-// `[kv_heads, dim, dim]`, in stored coordinates. Metadata: `format: wushkv-transforms-1`,
-// `layers`, `convention` (`column`: y = T x, as here; `row`: y = x T, so every matrix is the transpose),
-// `construction`, and what else the writer knows
-// (`damping`, `exponent`, `bits_k`, `bits_v`, …).
+// `[kv_heads, dim, dim]`, in stored coordinates, and what quantizers were tuned to, `k_tuned.L:NAME` and
+// `v_tuned.L:NAME`, `[kv_heads]`. Metadata: `format: wushkv-transforms-1`, `layers`, `convention` (`column`:
+// y = T x, as here; `row`: y = x T, so every matrix is the transpose), `construction`, and what else the
+// writer knows (`damping`, `exponent`, `bits_k`, `bits_v`, …).
 
 /// How the matrices of a file act: on columns (`y = T x`) or on rows (`y = x T`).
 enum class VectorConvention { Column, Row };
@@ -109,6 +109,37 @@ inline void add_affine_parts(SafetensorsWriter& writer, const std::string& side,
   if (known > 0) writer.add(side + "_sensitivity" + layer, TensorShape{count, d, d}, sensitivities);
 }
 
+/// Tuned parameters, a tensor of one a head for each name.
+inline void add_tuned(SafetensorsWriter& writer, const std::string& side, const std::string& layer,
+                      const std::vector<HeadTransform>& heads) {
+  for (const auto& [name, first] : heads.front().tuned) {
+    Vector<double> parameters(static_cast<Index>(heads.size()));
+    for (std::size_t h = 0; h < heads.size(); ++h) {
+      const auto found = heads[h].tuned.find(name);
+      if (heads[h].tuned.size() != heads.front().tuned.size() || found == heads[h].tuned.end() ||
+          !(is_finite(found->second) && found->second > 0))
+        invalid_argument("save_transforms: ", side, layer, " head ", h, " is not tuned for '", name,
+                         "', expected the same names for all heads, and positive parameters");
+      parameters[static_cast<Index>(h)] = found->second;
+    }
+    writer.add(side + "_tuned" + layer + ":" + name, parameters);
+  }
+}
+
+/// Reads what `add_tuned` wrote.
+inline void read_tuned(const SafetensorsView& file, const std::string& side, const std::string& layer,
+                       std::vector<HeadTransform>& heads) {
+  const std::string prefix = side + "_tuned" + layer + ":";
+  for (const std::string& tensor : file.names()) {
+    if (!tensor.starts_with(prefix)) continue;
+    const Vector<double> parameters = file.vector<double>(tensor, {static_cast<Index>(heads.size())});
+    if (!all_finite(parameters) || !(parameters.minCoeff() > 0))
+      file_error("safetensors: tensor \"", tensor, "\" has a parameter that is not positive and finite");
+    for (std::size_t h = 0; h < heads.size(); ++h)
+      heads[h].tuned[tensor.substr(prefix.size())] = parameters[static_cast<Index>(h)];
+  }
+}
+
 /// Throws `FileError` unless the two matrices of a file are inverses of each other. A file may hold single
 /// precision: a pair then agrees to its rounding times the condition number.
 inline Dense<double> read_pair(const MatrixPair& pair, const std::string& name,
@@ -192,7 +223,9 @@ inline void save_transforms(const std::filesystem::path& path, const ModelTransf
     detail::add_blocks(writer, "v_t" + layer, values, detail::BlockMatrix::ForwardTransposed);
     detail::add_blocks(writer, "v_inv_t" + layer, values, detail::BlockMatrix::InverseTransposed);
     detail::add_affine_parts(writer, "k", layer, keys);
+    detail::add_tuned(writer, "k", layer, keys);
     detail::add_affine_parts(writer, "v", layer, values);
+    detail::add_tuned(writer, "v", layer, values);
   }
   writer.save(path);
 }
@@ -218,7 +251,9 @@ inline ModelTransforms load_transforms(const SafetensorsView& file) {
       detail::file_error("safetensors: layer ", l, " has ", transforms.keys.size(), " key and ",
                          transforms.values.size(), " value transforms, expected as many");
     detail::read_affine_parts(file, "k", layer, transforms.keys);
+    detail::read_tuned(file, "k", layer, transforms.keys);
     detail::read_affine_parts(file, "v", layer, transforms.values);
+    detail::read_tuned(file, "v", layer, transforms.values);
     result.layers.push_back(std::move(transforms));
   }
   return result;
