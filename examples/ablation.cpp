@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "activations.hpp"
+#include "wushkv/measure/measure.hpp"
 #include "wushkv/quantize/quantize.hpp"
 #include "wushkv/recipe/recipes.hpp"
 #include "wushkv/recipe/tune.hpp"
@@ -34,9 +35,10 @@ struct Variant {
   Construction construction;
   QuantizerKind quantizer;
   RoundingKind rounding = RoundingKind::Nearest;
-  bool tuned = false;  // the quantizer's clip ratio or step, layer by layer, on the calibration tokens
-  int signs = 0;       // choices of eigenvectors' signs to try
-  int seeds = 1;       // of the construction, to average over
+  bool tuned = false;      // the quantizer's clip ratio or step, layer by layer, on the calibration tokens
+  bool predicted = false;  // each head's exponent
+  int signs = 0;           // choices of eigenvectors' signs to try
+  int seeds = 1;           // of the construction, to average over
 
   bool feeds_back() const {
     return rounding == RoundingKind::Feedback || rounding == RoundingKind::FeedbackSearch;
@@ -70,8 +72,16 @@ const std::vector<Variant> variants = {
     {"joint+quest feedback search", Construction::Joint, QuantizerKind::Quest, RoundingKind::FeedbackSearch},
     {"joint+affine feedback search", Construction::Joint, QuantizerKind::MinMax,
      RoundingKind::FeedbackSearch},
-    {"joint+affine feedback search signs", Construction::Joint, QuantizerKind::MinMax,
-     RoundingKind::FeedbackSearch, false, 8},
+    {.name = "joint+affine feedback search, predicted exponent",
+     .construction = Construction::Joint,
+     .quantizer = QuantizerKind::MinMax,
+     .rounding = RoundingKind::FeedbackSearch,
+     .predicted = true},
+    {.name = "joint+affine feedback search, signs",
+     .construction = Construction::Joint,
+     .quantizer = QuantizerKind::MinMax,
+     .rounding = RoundingKind::FeedbackSearch,
+     .signs = 8},
 };
 
 // The heads of one side, keys or values, and the codec of each: a quantizer, made from the tuned parameter,
@@ -168,6 +178,9 @@ double quantized_error(const Layer& layer, const Variant& variant, std::uint64_t
   options.construction = variant.construction;
   options.exponent = variant.feeds_back() ? feedback_exponent : 0.5;
   options.seed = seed;
+  if (variant.predicted)
+    options.choose_exponent_for =
+        noise_factor(Affine<double>::min_max(bits), layer.heads.key_dim, Index{1} << 16);
   const LayerTransforms transforms = build_transforms(layer.statistics, options);
   std::vector<TuningTokens> keys, values;
   for (Index h = 0; h < layer.heads.kv_heads; ++h) {
@@ -249,14 +262,14 @@ void ablation(const std::string& activations, const std::vector<int>& widths, co
   std::printf(
       "Relative squared error of the attention module's output, every key and value quantized, one group a "
       "head\n\n");
-  std::printf("bits  %-36s", "transform + quantizer");
+  std::printf("bits  %-50s", "transform + quantizer");
   for (const Layer& layer : layers) std::printf("  layer %-3d", layer.number);
   std::printf("  geometric mean\n");
   std::map<int, std::vector<Result>> results;
   for (const int bits : widths) {
     for (const Variant& variant : variants) {
       const Result result = run(variant, layers, bits);
-      std::printf("%4d  %-36s", bits, variant.name.c_str());
+      std::printf("%4d  %-50s", bits, variant.name.c_str());
       for (const double error : result.layers) std::printf("  %9.5f", error);
       std::printf("  %14.5f\n", result.geometric_mean);
       results[bits].push_back(result);

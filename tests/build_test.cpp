@@ -176,6 +176,32 @@ TEST_CASE("wush-a and joint against their definitions") {
   }
 }
 
+TEST_CASE("each head's exponent by prediction") {
+  test::Random random(860);
+  const LayerStatistics statistics = any_statistics(random);
+  BuildOptions chosen{.construction = Construction::Joint};
+  chosen.choose_exponent_for = 0.12;
+  const LayerTransforms transforms = build_transforms(statistics, chosen);
+  for (Index h = 0; h < statistics.heads().kv_heads; ++h) {
+    const WeightedSums& sums = statistics.attention()->keys(h);
+    const auto damped = [](const SquareMatrix<double>& a) -> SquareMatrix<double> {
+      const Index d = a.rows();
+      return a + 1e-2 * a.trace() / static_cast<double>(d) * SquareMatrix<double>::Identity(d, d);
+    };
+    BuildOptions fixed{.construction = Construction::Joint};
+    fixed.exponent = choose_exponent(loss_spectrum(damped(sums.centered_gram()), damped(sums.hessian)), 0.12,
+                                     ErrorFeedback::On);
+    CHECK(fixed.exponent > 0.5);
+    const auto at = static_cast<std::size_t>(h);
+    CHECK(test::relative_difference(to_matrix(build_transforms(statistics, fixed).keys[at].linear),
+                                    to_matrix(transforms.keys[at].linear)) < 1e-12);
+  }
+  chosen.choose_exponent_for = -1;
+  CHECK_REFUSED(build_transforms(statistics, chosen), "choose_exponent_for is -1");
+  chosen.choose_exponent_for = test::nan;
+  CHECK_REFUSED(build_transforms(statistics, chosen), "choose_exponent_for");
+}
+
 TEST_CASE("sensitivity of the other constructions: from the plain Hessian, where one is known") {
   test::Random random(165);
   const LayerStatistics statistics = any_statistics(random);

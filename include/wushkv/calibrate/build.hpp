@@ -9,6 +9,8 @@
 
 #include "wushkv/calibrate/construction.hpp"
 #include "wushkv/calibrate/layer_transforms.hpp"
+#include "wushkv/calibrate/loss_spectrum.hpp"
+#include "wushkv/calibrate/predict.hpp"
 #include "wushkv/calibrate/rotations.hpp"
 #include "wushkv/calibrate/statistics.hpp"
 #include "wushkv/calibrate/wush.hpp"
@@ -24,6 +26,9 @@ struct BuildOptions {
   /// The damping and the exponent of the WUSH constructions; the damping is every construction's for its
   /// sensitivity.
   double damping = WushOptions{}.damping, exponent = WushOptions{}.exponent;
+  /// Above 0, the noise factor kappa of a quantizer (`noise_factor`): each head then gets the exponent with
+  /// which feedback rounding is predicted to lose least (`choose_exponent`), in place of `exponent`.
+  double choose_exponent_for = 0;
   /// Scale the WUSH constructions so that what the cache stores has unit mean square on the calibration
   /// tokens (`Joint`: unit mean square weighted by `tr H_t`); else c = 1.
   bool unit_mean_square = true;
@@ -116,8 +121,13 @@ inline BlockTransform build_head(const HeadSums& sums, Index group, const BuildO
     case Construction::Wush:
     case Construction::WushA:
     case Construction::Joint: {
-      const WushOptions wush_options{options.damping, options.exponent,
-                                     options.unit_mean_square ? sums.tokens : 0};
+      const double exponent =
+          options.choose_exponent_for > 0
+              ? choose_exponent(loss_spectrum(damped(sums.gram, options.damping).matrix,
+                                              damped(sums.hessian, options.damping).matrix),
+                                options.choose_exponent_for, ErrorFeedback::On)
+              : options.exponent;
+      const WushOptions wush_options{options.damping, exponent, options.unit_mean_square ? sums.tokens : 0};
       return wush_blocks<double>(sums.gram, sums.hessian, group, wush_options);
     }
   }
@@ -171,6 +181,9 @@ inline LayerTransforms build_transforms(const LayerStatistics& statistics, const
   const Index value_group_size =
       detail::checked_group("value_group_size", options.value_group_size, heads.value_dim);
   detail::check_wush_options({options.damping, options.exponent});
+  if (!(options.choose_exponent_for >= 0 && options.choose_exponent_for <= 1))
+    detail::invalid_argument("build_transforms: choose_exponent_for is ", options.choose_exponent_for,
+                             ", expected 0 or a noise factor up to 1");
   const bool data_free = options.construction == Construction::None ||
                          options.construction == Construction::Hadamard ||
                          options.construction == Construction::Random;

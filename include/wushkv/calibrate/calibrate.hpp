@@ -9,6 +9,7 @@
 #include "wushkv/calibrate/construction.hpp"
 #include "wushkv/calibrate/fold.hpp"
 #include "wushkv/calibrate/layer_transforms.hpp"
+#include "wushkv/calibrate/loss_spectrum.hpp"
 #include "wushkv/calibrate/predict.hpp"
 #include "wushkv/calibrate/rotations.hpp"
 #include "wushkv/calibrate/statistics.hpp"

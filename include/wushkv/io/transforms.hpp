@@ -39,7 +39,7 @@ inline std::map<std::string, std::string> transform_metadata(const BuildOptions&
   std::map<std::string, std::string> metadata{{"construction", std::string(to_string(options.construction))}};
   if (detail::is_wush(options.construction)) {
     metadata["damping"] = detail::concat(options.damping);
-    metadata["exponent"] = detail::concat(options.exponent);
+    metadata["exponent"] = options.choose_exponent_for > 0 ? "by head" : detail::concat(options.exponent);
   }
   if (options.construction == Construction::Random) metadata["seed"] = std::to_string(options.seed);
   if (options.key_bits > 0) metadata["bits_k"] = std::to_string(options.key_bits);
