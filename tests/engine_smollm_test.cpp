@@ -166,24 +166,59 @@ double number_in(const std::string& json, const std::string& row, const std::str
   return std::strtod(json.c_str() + value + key.size() + 3, nullptr);
 }
 
+/// What `wushkv-lm` writes with `--json`, calibrated on WikiText-2's validation set; empty without model or
+/// texts.
+class Measured {
+ public:
+  Measured() {
+    text_ = shared_text("wikitext2-test.txt");
+    calibration_ = shared_text("wikitext2-valid.txt");
+    if (test::model().empty() || text_.empty() || calibration_.empty()) return;
+    ready_ = std::system((program("calibrate") + " --text \"" + calibration_ + "\" -o \"" +
+                          stats_.path().string() + "\"")
+                             .c_str()) == 0;
+    CHECK(ready_);
+  }
+  bool ready() const { return ready_; }
+  const std::string& calibration() const { return calibration_; }
+  std::string json(const std::string& verb, const std::string& options) const {
+    const test::TemporaryFile out("measured.json");
+    const std::string command = program(verb) + " --text \"" + text_ + "\" --stats \"" +
+                                stats_.path().string() + "\" --params 32 " + options + " --json \"" +
+                                out.path().string() + "\"";
+    REQUIRE(std::system(command.c_str()) == 0);
+    return read(out.path().string());
+  }
+
+ private:
+  static std::string program(const std::string& verb) {
+    return std::string("\"") + WUSHKV_LM + "\" " + verb + " \"" + test::model() + "\"";
+  }
+  std::string text_, calibration_;
+  test::TemporaryFile stats_{"stats.safetensors"};
+  bool ready_ = false;
+};
+
+const Measured& measured() {
+  static const Measured once;
+  return once;
+}
+
 TEST_CASE("the table at 2 bits is the study's") {
-  const std::string text = shared_text("wikitext2-test.txt"),
-                    calibration = shared_text("wikitext2-valid.txt");
-  const std::string model = test::model();
-  if (model.empty() || text.empty() || calibration.empty()) return;
-  const test::TemporaryFile json("table.json");
-  const std::string command = std::string("\"") + WUSHKV_LM + "\" table \"" + model + "\" --text \"" + text +
-                              "\" --calibrate-on \"" + calibration + "\" --bits 2 --params 32 --json \"" +
-                              json.path().string() + "\"";
-  REQUIRE(std::system(command.c_str()) == 0);
-  const std::string result = read(json.path().string());
+  if (!measured().ready()) return;
   struct Expected {
     const char* row;
     double error, perplexity;
   };
-  const Expected study[] = {{"hadamard+quest", 0.2283, 72.78},    {"oscar+quest", 0.2451, 71.16},
-                            {"wush+quest", 0.1364, 41.05},        {"hadamard+percentile", 0.3404, 99.42},
-                            {"oscar+percentile", 0.3648, 104.94}, {"wush+percentile", 0.1705, 44.06}};
+  const Expected study[] = {{"hadamard+quest", 0.2283, 72.78},       {"oscar+quest", 0.2451, 71.16},
+                            {"wush+quest", 0.1364, 41.05},           {"hadamard+percentile", 0.3404, 99.42},
+                            {"oscar+percentile", 0.3648, 104.94},    {"wush+percentile", 0.1705, 44.06},
+                            {"wush-a+quest", 0.1364, 43.31},         {"joint+quest", 0.1266, 37.94},
+                            {"joint+minmax+search", 0.0969, 31.55},  {"wush+quest+feedback", 0.0869, 29.40},
+                            {"joint+quest+feedback", 0.0688, 27.38}, {"best", 0.0646, 25.75}};
+  std::string codecs;
+  for (const Expected& e : study) codecs += (codecs.empty() ? "" : ",") + std::string(e.row);
+  const std::string result = measured().json("table", "--bits 2 --codecs " + codecs);
   std::map<std::string, double> error, perplexity;
   for (const Expected& e : study) {
     CAPTURE(e.row);
@@ -197,6 +232,24 @@ TEST_CASE("the table at 2 bits is the study's") {
       CHECK(error["wush+" + quantizer] < error[other + quantizer]);
       CHECK(perplexity["wush+" + quantizer] < perplexity[other + quantizer]);
     }
+  CHECK(perplexity["best"] <= 27.0);
+}
+
+TEST_CASE("the default recipe at 3 and 4 bits, and bits that layers share out") {
+  if (!measured().ready()) return;
+  const std::string three = measured().json("perplexity", "--codec best:3 --errors"),
+                    four = measured().json("perplexity", "--codec best:4 --errors");
+  CHECK(number_in(three, "codec", "geometric_mean") == doctest::Approx(0.0162).epsilon(0.02));
+  CHECK(number_in(three, "codec", "perplexity") <= 22.0);
+  CHECK(number_in(four, "codec", "geometric_mean") == doctest::Approx(0.0039).epsilon(0.02));
+  CHECK(number_in(four, "codec", "perplexity") <= 20.7);
+  const std::string mixed = measured().json(
+      "perplexity", "--codec best:2.25 --errors --allot-on \"" + measured().calibration() + "\"");
+  // 2.25 bits lose less than a mixture of 2 and 3 bits would, log-linearly; scale and zero are half a bit
+  // more each at 32 bits.
+  const double interpolated = std::pow(0.0646, 0.75) * std::pow(0.0162, 0.25);
+  CHECK(number_in(mixed, "codec", "geometric_mean") < 0.99 * interpolated);
+  CHECK(number_in(mixed, "codec", "bits_per_element") <= 2.25 + 1 + 1e-9);
 }
 
 }  // namespace

@@ -1,14 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
 #include <cstdio>
 
 #include "engine/evaluation.hpp"
 #include "engine/progress.hpp"
 #include "engine/session.hpp"
 #include "engine/transform_source.hpp"
+#include "engine/tuning.hpp"
 #include "engine/verbs.hpp"
 #include "wushkv/calibrate/build.hpp"
 #include "wushkv/io/statistics.hpp"
 #include "wushkv/io/transforms.hpp"
+#include "wushkv/recipe/recipes.hpp"
 
 namespace engine {
 namespace {
@@ -98,27 +101,47 @@ void build(const std::vector<std::string>& words) {
       "build", "Makes the transforms of all layers from statistics, for any quantizer and bit width.",
       {"STATS"},
       {{"output", "FILE", "the transforms (or -o FILE)"},
+       {"recipe", "NAME", "best (joint, exponent 0.75) or paper (wush); the next options change it", "best"},
        {"transform", "NAME",
-        "none, hadamard, random, pca, rotate-kv, oscar, oscar-per-head, wush, wush-a or joint", "wush"},
+        "none, hadamard, random, pca, rotate-kv, oscar, oscar-per-head, wush, wush-a or joint"},
+       {"exponent", "P", "of wush, wush-a and joint: 0.5 balances, 1 whitens the cache"},
        {"group", "N", "coordinates that share a scale, 0 for a whole head", "0"},
        {"damping", "X", "of the Hessian (and wush's Gram), relative to the mean of the diagonal", "0.01"},
-       {"exponent", "P", "of wush, wush-a and joint: 0.5 balances, 1 whitens the cache", "0.5"},
        {"seed", "N", "of the random rotation", "0"},
+       {"tune", "LIST",
+        "quantizers to tune layer by layer on the statistics' sample, as percentile:2,quest:3"},
+       {"threads", "N", "threads, 0 for one a core", "0"},
        {"json", "FILE", "write the results there as well"}});
   if (!arguments.parse(words)) return;
-  const std::string output = arguments.text("output");
+  const std::string output = arguments.text("output"), recipe = arguments.text("recipe");
   if (output.empty()) arguments.refuse("-o FILE is missing");
-  wushkv::BuildOptions options;
-  options.construction = wushkv::construction_from_string(arguments.text("transform"));
+  if (recipe != "best" && recipe != "paper")
+    arguments.refuse("--recipe is '" + recipe + "', expected best or paper");
+  wushkv::BuildOptions options = recipe == "best" ? wushkv::BestRecipe<float>::build_options()
+                                                  : wushkv::PaperRecipe<float>::build_options();
+  if (arguments.given("transform")) {
+    options = {};
+    options.construction = wushkv::construction_from_string(arguments.text("transform"));
+  }
+  if (arguments.given("exponent")) options.exponent = arguments.number("exponent", 0, 1);
   options.key_group_size = options.value_group_size = arguments.integer("group", 0, 1 << 20);
   options.damping = arguments.number("damping", 0, 1e6);
-  options.exponent = arguments.number("exponent", 0, 1);
   options.seed = static_cast<std::uint64_t>(arguments.integer("seed", 0, std::int64_t{1} << 62));
   arguments.check_outputs({"output", "json"});
+  std::vector<CodecChoice> tuned;
+  if (arguments.given("tune"))
+    for (const std::string& name : arguments.list("tune")) {
+      const std::size_t colon = std::min(name.find(':'), name.size());
+      tuned.push_back(parse_codec("file+" + name.substr(0, colon) + "+tuned" + name.substr(colon)));
+    }
+  Threads threads(thread_count(arguments));
 
+  const std::vector<wushkv::LayerStatistics> statistics = wushkv::load_statistics(arguments.positional(0));
   wushkv::ModelTransforms transforms;
-  for (const wushkv::LayerStatistics& layer : wushkv::load_statistics(arguments.positional(0)))
+  for (const wushkv::LayerStatistics& layer : statistics)
     transforms.layers.push_back(build_transforms(layer, options));
+  for (const CodecChoice& choice : tuned)
+    tune_layers(transforms.layers, statistics, choice, options.key_group_size, threads);
   transforms.metadata = transform_metadata(options);
   wushkv::save_transforms(output, transforms);
   std::printf("%s transforms of %zu layers to %s\n", std::string(to_string(options.construction)).c_str(),

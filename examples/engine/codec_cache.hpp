@@ -190,17 +190,17 @@ std::unique_ptr<KvCache> make_codec_cache(const wushkv::AttentionHeads& heads, I
     for (Index h = 0; h < heads.kv_heads; ++h) {
       const wushkv::HeadTransform* const head =
           side != nullptr ? &(*side)[static_cast<std::size_t>(h)] : nullptr;
-      const QuantizerSettings of_head{settings.quantizer, bits, is_key,
-                                      settings.tuned ? tuned_parameter(head, settings.quantizer, bits) : 0,
-                                      settings.rounding};
+      QuantizerSettings of_head{settings.quantizer, bits, is_key, 0, settings.rounding};
+      if (settings.tuned) of_head.parameter = tuned_parameter(head, of_head);
       codecs.push_back(head_codec(head, dim, quantizer_of(of_head), of_head, settings.group_size));
     }
     return codecs;
   };
   std::vector<LayerCodecs<Codec>> codecs;
   for (std::size_t l = 0; l < static_cast<std::size_t>(layers); ++l) {
-    const LayerBits bits =
-        settings.layers.empty() ? LayerBits{settings.key_bits, settings.value_bits} : settings.layers[l];
+    const wushkv::LayerBits bits = settings.layers.empty()
+                                       ? wushkv::LayerBits{settings.key_bits, settings.value_bits}
+                                       : settings.layers[l];
     const wushkv::LayerTransforms* const layer = transforms.empty() ? nullptr : &transforms[l];
     codecs.push_back(
         {side_of(layer != nullptr ? &layer->keys : nullptr, heads.key_dim, bits.keys, true),

@@ -65,8 +65,8 @@ inline AnyRounding rounding_of(const QuantizerSettings& settings, const wushkv::
 }
 
 /// What a head was tuned to. Throws `std::invalid_argument` for one that was not.
-inline double tuned_parameter(const wushkv::HeadTransform* head, QuantizerKind kind, int bits) {
-  const std::string name = tuned_name(kind, bits);
+inline double tuned_parameter(const wushkv::HeadTransform* head, const QuantizerSettings& settings) {
+  const std::string name = tuned_name(settings);
   if (head == nullptr || !head->tuned.contains(name))
     wushkv::detail::invalid_argument("cache: the transforms are not tuned for ", name,
                                      ", expected those of a 'build' with --tune ", name);

@@ -77,10 +77,13 @@ QuantizerKind quantizer_from_string(const std::string& name) {
   throw std::invalid_argument("wushkv-lm: quantizer '" + name + "' is unknown, expected one of " + names);
 }
 
-std::string tuned_name(QuantizerKind kind, int bits) {
-  for (const auto& [known, k] : quantizer_names)
-    if (k == kind) return std::string(known) + ":" + std::to_string(bits);
-  throw std::invalid_argument("wushkv-lm: no such quantizer");
+std::string tuned_name(const QuantizerSettings& settings) {
+  std::string name;
+  for (const auto& [known, kind] : quantizer_names)
+    if (kind == settings.kind) name = known;
+  if (settings.rounding.feedback) name += "+feedback";
+  if (settings.rounding.search) name += "+search";
+  return name + ":" + std::to_string(settings.bits);
 }
 
 void check_transforms(const wushkv::AttentionHeads& heads, Index layers,

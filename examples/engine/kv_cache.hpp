@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "engine/threads.hpp"
+#include "wushkv/calibrate/allocate.hpp"
 #include "wushkv/calibrate/layer_transforms.hpp"
 #include "wushkv/core/heads.hpp"
 #include "wushkv/core/types.hpp"
@@ -45,13 +46,8 @@ struct QuantizerSettings {
   RoundingChoice rounding{};
 };
 
-/// The name under which transforms keep what a quantizer was tuned to, as `quest:2`.
-std::string tuned_name(QuantizerKind kind, int bits);
-
-/// Code bits of one layer.
-struct LayerBits {
-  int keys = 0, values = 0;
-};
+/// The name under which transforms keep what a quantizer was tuned to, as `quest:2` or `quest+feedback:2`.
+std::string tuned_name(const QuantizerSettings& settings);
 
 /// How a model's cache is made.
 struct CacheSettings {
@@ -60,9 +56,10 @@ struct CacheSettings {
   Index group_size = 0;              ///< coordinates that share a scale; 0 for the whole head
   int param_bits = 16;               ///< of a scale or zero: 8 (a scale alone), 16 or 32
   RoundingChoice rounding{};
-  bool tuned = false;               ///< take the parameters that the transforms were tuned to
-  std::vector<LayerBits> layers{};  ///< one a layer, or none for `key_bits` and `value_bits` throughout
-  Index sink = 0, recent = 0;       ///< tokens kept in BF16; with none, every token is quantized at once
+  bool tuned = false;  ///< take the parameters that the transforms were tuned to
+  std::vector<wushkv::LayerBits>
+      layers{};                ///< one a layer, or none for `key_bits` and `value_bits` throughout
+  Index sink = 0, recent = 0;  ///< tokens kept in BF16; with none, every token is quantized at once
   NewTokens new_tokens = NewTokens::Cached;
   Index sequences = 1;
   Index capacity = 0;  ///< tokens a sequence can have

@@ -50,6 +50,7 @@ void perplexity(const std::vector<std::string>& words) {
                {"batch", "N", "tokens a step; 0: a chunk, 32 with a recent window, 512 with --exact-prefill",
                 "0"},
                {"exact-prefill", "", "new tokens see each other's exact keys and values, as engines do"},
+               {"allot-on", "FILE", "a text of calibration, to measure what bits by layer are shared out by"},
                {"errors", "", "also measure the attention modules' errors"}},
               transform_options(),
               quantizer_options(),
@@ -67,6 +68,8 @@ void perplexity(const std::vector<std::string>& words) {
   const std::vector<std::vector<Token>> texts = session.texts_of(arguments.text("text"), context, chunks);
   TransformSource source(session.model, arguments, session.threads);
   source.check_use({choice});
+  if (arguments.given("allot-on"))
+    source.set_allotment_text(transformer, session.texts_of(arguments.text("allot-on"), context, 1).front());
   CacheSettings settings = source.settings(choice);
   settings.capacity = context;
   settings.new_tokens = arguments.given("exact-prefill") ? NewTokens::Exact : NewTokens::Cached;

@@ -14,14 +14,11 @@
 #endif
 
 namespace engine {
-namespace {
 
 int thread_count(const Arguments& arguments) {
   const auto count = static_cast<int>(arguments.integer("threads", 0, 1024));
   return count > 0 ? count : std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
 }
-
-}  // namespace
 
 std::vector<Option> common_options() {
   return {{"threads", "N", "threads, 0 for one a core", "0"},

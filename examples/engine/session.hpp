@@ -16,6 +16,8 @@ namespace engine {
 
 /// `--threads` and `--json`.
 std::vector<Option> common_options();
+/// What `--threads` says, one a core for 0.
+int thread_count(const Arguments& arguments);
 std::vector<Option> joined(std::vector<std::vector<Option>> parts);
 
 /// The English text that comes with the program.

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <cstdio>
-#include <iterator>
 #include <stdexcept>
 
 #include "engine/evaluation.hpp"
@@ -14,12 +13,12 @@ namespace engine {
 namespace {
 
 struct Row {
-  const char* name;   // in JSON, as the study's file has it
-  const char* label;  // for people
-  const char* codec;  // without its bits
+  std::string name;   // in JSON, as the study's file has it
+  std::string label;  // for people
+  std::string codec;  // without its bits
 };
 
-constexpr Row rows[] = {
+const std::vector<Row> default_rows = {
     {"none+minmax", "none + min-max", "none+minmax"},
     {"hadamard+quest", "Hadamard + QuEST", "hadamard+quest"},
     {"oscar+quest", "OSCAR + QuEST", "oscar+quest"},
@@ -27,9 +26,26 @@ constexpr Row rows[] = {
     {"random+lloyd (TurboQuant-style)", "random + Lloyd-Max (TurboQuant-style)", "random+lloyd"},
     {"hadamard+percentile", "Hadamard + percentile affine", "hadamard+percentile"},
     {"oscar+percentile", "OSCAR + percentile affine", "oscar+percentile"},
-    {"wush+percentile", "WUSH + percentile affine", "wush+percentile"},
+    {"wush+percentile", "WUSH + percentile affine (paper)", "paper"},
+    {"wush+percentile tuned", "WUSH + percentile affine, tuned", "wush+percentile+tuned"},
+    {"joint+quest", "joint + QuEST", "joint+quest"},
+    {"joint+affine search", "joint + affine, search", "joint+minmax+search"},
+    {"wush+quest feedback", "WUSH + QuEST, feedback", "wush+quest+feedback"},
+    {"joint+quest feedback", "joint + QuEST, feedback", "joint+quest+feedback"},
+    {"joint+affine feedback search", "joint + affine, feedback, search (best)", "best"},
 };
-constexpr std::size_t row_count = std::size(rows);
+
+/// The default rows, or those of `--codecs`, under their own names.
+std::vector<Row> rows_of(const Arguments& arguments) {
+  if (!arguments.given("codecs")) return default_rows;
+  std::vector<Row> rows;
+  for (const std::string& codec : arguments.list("codecs")) {
+    if (!parse_codec(codec + ":2").quantizes())
+      arguments.refuse("--codecs has '" + codec + "', expected codecs that have bits, without them");
+    rows.push_back({codec, codec, codec});
+  }
+  return rows;
+}
 
 struct Cell {
   std::vector<double> layers;
@@ -47,6 +63,7 @@ struct Bench {
   Session& session;
   Transformer& transformer;
   TransformSource& source;
+  const std::vector<Row>& rows;
   const std::vector<std::vector<Token>>& texts;
   Index context, batch;
   Progress& progress;
@@ -55,11 +72,11 @@ struct Bench {
 /// One width: the modules' errors of all rows from the same exact passes, then each row's perplexity.
 Column measure(const Bench& bench, int bits) {
   const ModelConfig& config = bench.session.model.config;
-  Column column{bits, std::vector<Cell>(row_count)};
+  Column column{bits, std::vector<Cell>(bench.rows.size())};
   std::vector<ReadyCache> caches;
   std::vector<Probe> probes;
-  for (const Row& row : rows) {
-    const CodecChoice choice = parse_codec(std::string(row.codec) + ":" + std::to_string(bits));
+  for (const Row& row : bench.rows) {
+    const CodecChoice choice = parse_codec(row.codec + ":" + std::to_string(bits));
     CacheSettings settings = bench.source.settings(choice);
     settings.capacity = bench.context;
     caches.push_back(open_cache(bench.session.model, bench.source, choice, settings));
@@ -72,7 +89,7 @@ Column measure(const Bench& bench, int bits) {
     module_errors(bench.transformer, text, *exact, probes, bench.batch);
     bench.progress.advance(2);
   }
-  for (std::size_t r = 0; r < row_count; ++r) {
+  for (std::size_t r = 0; r < bench.rows.size(); ++r) {
     Cell& cell = column.cells[r];
     Likelihood sum;
     for (const std::vector<Token>& text : bench.texts) {
@@ -117,7 +134,8 @@ std::string lay_out(const std::vector<std::vector<std::string>>& lines, bool mar
   return out;
 }
 
-std::vector<std::vector<std::string>> lines_of(const std::vector<Column>& columns,
+std::vector<std::vector<std::string>> lines_of(const std::vector<Row>& rows,
+                                               const std::vector<Column>& columns,
                                                const Likelihood& unquantized) {
   std::vector<std::vector<std::string>> lines{{"transform + quantizer"}};
   for (const Column& column : columns)
@@ -128,7 +146,7 @@ std::vector<std::vector<std::string>> lines_of(const std::vector<Column>& column
     lines.back().push_back("0");
     lines.back().push_back(fixed(unquantized.perplexity(), 2));
   }
-  for (std::size_t r = 0; r < row_count; ++r) {
+  for (std::size_t r = 0; r < rows.size(); ++r) {
     lines.push_back({rows[r].label});
     for (const Column& column : columns) {
       lines.back().push_back(fixed(column.cells[r].geometric_mean, 4));
@@ -138,12 +156,13 @@ std::vector<std::vector<std::string>> lines_of(const std::vector<Column>& column
   return lines;
 }
 
-Json json_of(const std::vector<Column>& columns, const Likelihood& unquantized, Index layers) {
+Json json_of(const std::vector<Row>& rows, const std::vector<Column>& columns, const Likelihood& unquantized,
+             Index layers) {
   Json numbers = Json::array(), error = Json::object();
   for (Index l = 0; l < layers; ++l) numbers.push(l);
   for (const Column& column : columns) {
     Json cells = Json::object();
-    for (std::size_t r = 0; r < row_count; ++r) {
+    for (std::size_t r = 0; r < rows.size(); ++r) {
       const Cell& cell = column.cells[r];
       cells.set(rows[r].name, Json::object()
                                   .set("layers", Json::array_of(cell.layers))
@@ -178,27 +197,30 @@ std::vector<int> widths_of(const Arguments& arguments) {
 }  // namespace
 
 void table(const std::vector<std::string>& words) {
-  Arguments arguments("table",
-                      "Measures every transform and quantizer at every width: the attention modules' "
-                      "relative squared errors\n"
-                      "(geometric mean over the layers, each with exact inputs) and perplexity, every new "
-                      "token seen as the cache\n"
-                      "has it. Statistics come from --stats, --calibrate-on or the model's own samples.",
-                      {"MODEL"},
-                      joined({{{"text", "FILE", "the text; without, one that comes with the program"},
-                               {"calibrate-on", "FILE", "gather statistics from this text first"},
-                               {"sequences", "N", "of calibration", "8"},
-                               {"length", "N", "tokens of each", "1024"},
-                               {"bits", "LIST", "widths", "4,3,2"},
-                               {"context", "N", "tokens of a chunk", "1024"},
-                               {"chunks", "N", "chunks of the text, 0 for all", "2"},
-                               {"markdown", "FILE", "write the table there as Markdown"}},
-                              {statistics_option()},
-                              quantizer_options(),
-                              window_options("0", "0"),
-                              common_options()}));
+  Arguments arguments(
+      "table",
+      "Measures every transform and quantizer at every width: the attention modules' "
+      "relative squared errors\n"
+      "(geometric mean over the layers, each with exact inputs) and perplexity, every new "
+      "token seen as the cache\n"
+      "has it. Statistics come from --stats, --calibrate-on or the model's own samples.",
+      {"MODEL"},
+      joined({{{"text", "FILE", "the text; without, one that comes with the program"},
+               {"calibrate-on", "FILE", "gather statistics from this text first"},
+               {"sequences", "N", "of calibration", "8"},
+               {"length", "N", "tokens of each", "1024"},
+               {"codecs", "LIST", "rows, as oscar+percentile+tuned,best; without, one of each"},
+               {"bits", "LIST", "widths", "4,3,2"},
+               {"context", "N", "tokens of a chunk", "1024"},
+               {"chunks", "N", "chunks of the text, 0 for all", "2"},
+               {"markdown", "FILE", "write the table there as Markdown"}},
+              {statistics_option()},
+              quantizer_options(),
+              window_options("0", "0"),
+              common_options()}));
   if (!arguments.parse(words)) return;
   const std::vector<int> widths = widths_of(arguments);
+  const std::vector<Row> rows = rows_of(arguments);
   const Index context = arguments.integer("context", 3, 1 << 30),
               chunks = arguments.integer("chunks", 0, 1 << 30);
   const Index length = arguments.integer("length", 1, 1 << 30),
@@ -226,13 +248,22 @@ void table(const std::vector<std::string>& words) {
         transformer, calibration, [&](Index count) { progress.advance(static_cast<double>(count)); }));
   }
 
-  const auto passes = static_cast<double>(texts.size() * (1 + widths.size() * (row_count + 2)));
+  const auto passes = static_cast<double>(texts.size() * (1 + widths.size() * (rows.size() + 2)));
   Progress progress("table", passes);
-  const Bench bench{session, transformer, source,
-                    texts,   context,     arguments.integer("recent", 0, 1 << 30) > 0 ? 32 : 0,
+  const Bench bench{session,
+                    transformer,
+                    source,
+                    rows,
+                    texts,
+                    context,
+                    arguments.integer("recent", 0, 1 << 30) > 0 ? 32 : 0,
                     progress};
   // What fails, such as a Hadamard transform of an odd dimension, fails now.
-  for (const Row& row : rows) source.of(parse_codec(std::string(row.codec) + ":2"));
+  std::vector<CodecChoice> choices;
+  for (const Row& row : rows)
+    for (const int bits : widths) choices.push_back(parse_codec(row.codec + ":" + std::to_string(bits)));
+  source.check_use(choices);
+  for (const CodecChoice& choice : choices) source.of(choice);
   Likelihood unquantized;
   {
     const CodecChoice choice = parse_codec("float");
@@ -248,12 +279,12 @@ void table(const std::vector<std::string>& words) {
   for (const int bits : widths) columns.push_back(measure(bench, bits));
   progress.clear();
 
-  const std::vector<std::vector<std::string>> lines = lines_of(columns, unquantized);
+  const std::vector<std::vector<std::string>> lines = lines_of(rows, columns, unquantized);
   std::printf("%zu x %lld tokens, windows %s/%s, %.0f s\n\n%s", texts.size(), static_cast<long long>(context),
               arguments.text("sink").c_str(), arguments.text("recent").c_str(), progress.elapsed(),
               lay_out(lines, false).c_str());
   if (arguments.given("markdown")) write_text(arguments.text("markdown"), lay_out(lines, true));
-  write_json(arguments.text("json"), json_of(columns, unquantized, session.model.config.layers));
+  write_json(arguments.text("json"), json_of(rows, columns, unquantized, session.model.config.layers));
 }
 
 }  // namespace engine

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "engine/evaluation.hpp"
 #include "engine/tuning.hpp"
 #include "wushkv/calibrate/build.hpp"
 #include "wushkv/io/statistics.hpp"
@@ -132,8 +133,7 @@ TransformSource::Ready TransformSource::make(const CodecChoice& choice) {
       choose_all_signs(ready.transforms, *statistics_, choice, group_size_, sign_trials, threads_);
     if (choice.tuned && !choice.from_file)
       tune_layers(ready.transforms, *statistics_, choice, group_size_, threads_);
-    if (choice.average_bits > 0)
-      ready.layers = allot_bits(ready.transforms, *statistics_, choice, group_size_);
+    if (choice.average_bits > 0) ready.layers = allot_bits(ready, choice);
     if (!choice.signs) return ready;  // with the plain one's weights
   } else if (choice.from_file) {
     ready.transforms = file_.value();
@@ -146,6 +146,43 @@ TransformSource::Ready TransformSource::make(const CodecChoice& choice) {
   }
   ready.folded = std::make_shared<const std::vector<FoldedWeights>>(fold(model_, ready.transforms));
   return ready;
+}
+
+/// Each side's squared error in the modules' outputs at each width, all layers with exact inputs, the other
+/// side at 8 bits, which lose next to nothing.
+std::vector<wushkv::LayerLosses> TransformSource::measured_losses(const Ready& plain,
+                                                                  const CodecChoice& choice) {
+  const wushkv::AttentionHeads& heads = model_.config.heads;
+  std::vector<std::unique_ptr<KvCache>> caches;
+  std::vector<Probe> probes;
+  const std::vector<int> widths = widths_around(choice.average_bits);
+  CacheSettings settings = this->settings(choice);
+  settings.sink = settings.recent = 0;
+  settings.capacity = static_cast<Index>(allotment_text_.size());
+  for (const bool keys : {true, false})
+    for (const int bits : widths) {
+      settings.key_bits = keys ? bits : 8;
+      settings.value_bits = keys ? 8 : bits;
+      caches.push_back(make_cache(heads, model_.config.layers, plain.transforms, settings));
+      probes.push_back({{caches.back().get(), plain.folded.get()}});
+    }
+  CacheSettings unquantized;
+  unquantized.capacity = settings.capacity;
+  const std::unique_ptr<KvCache> exact = make_cache(heads, model_.config.layers, {}, unquantized);
+  module_errors(*transformer_, allotment_text_, *exact, probes, 0);
+  std::vector<wushkv::LayerLosses> losses(plain.transforms.size(), {{{}, heads.kv_heads * heads.key_dim},
+                                                                    {{}, heads.kv_heads * heads.value_dim}});
+  for (std::size_t p = 0; p < probes.size(); ++p)
+    for (std::size_t l = 0; l < losses.size(); ++l)
+      (p < widths.size() ? losses[l].keys : losses[l].values).by_width.push_back(probes[p].errors[l].error);
+  return losses;
+}
+
+std::vector<wushkv::LayerBits> TransformSource::allot_bits(const Ready& plain, const CodecChoice& choice) {
+  const std::vector<wushkv::LayerLosses> losses =
+      transformer_ != nullptr ? measured_losses(plain, choice)
+                              : predicted_losses(plain.transforms, *statistics_, choice, group_size_);
+  return allocate_bits(losses, choice.average_bits, widths_around(choice.average_bits)).layers;
 }
 
 CacheSettings TransformSource::settings(const CodecChoice& choice) const {

@@ -40,7 +40,7 @@ class TransformSource {
   struct Ready {
     std::vector<wushkv::LayerTransforms> transforms;
     std::shared_ptr<const std::vector<FoldedWeights>> folded;
-    std::vector<LayerBits> layers;  ///< where they differ
+    std::vector<wushkv::LayerBits> layers;  ///< where they differ
   };
 
   /// Reads what `transform_options` name. `arguments` have `quantizer_options` and `window_options`, too.
@@ -48,6 +48,12 @@ class TransformSource {
   TransformSource(const Model& model, const Arguments& arguments, Threads& threads);
   /// Statistics that were gathered in this run.
   void set_statistics(Statistics statistics) { statistics_ = std::move(statistics); }
+  /// A text, of calibration, on which what keys and values lose at each width is measured where layers share
+  /// out bits; without one it is predicted. Keeps a reference.
+  void set_allotment_text(Transformer& transformer, std::vector<Token> text) {
+    transformer_ = &transformer;
+    allotment_text_ = std::move(text);
+  }
   bool has_statistics() const { return statistics_ != nullptr; }
   /// Throws `std::invalid_argument` for codecs that lack a file, for transforms that none of them uses, and
   /// for statistics where nothing is quantized.
@@ -60,6 +66,8 @@ class TransformSource {
 
  private:
   Ready make(const CodecChoice& choice);
+  std::vector<wushkv::LayerBits> allot_bits(const Ready& plain, const CodecChoice& choice);
+  std::vector<wushkv::LayerLosses> measured_losses(const Ready& plain, const CodecChoice& choice);
 
   const Model& model_;
   Threads& threads_;
@@ -68,6 +76,8 @@ class TransformSource {
   std::optional<std::vector<wushkv::LayerTransforms>> file_;
   Statistics statistics_;
   std::map<std::string, Ready> ready_;
+  Transformer* transformer_ = nullptr;
+  std::vector<Token> allotment_text_;
 };
 
 /// A cache with the weights that go with it.

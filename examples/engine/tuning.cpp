@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "engine/tuning.hpp"
 
-#include <array>
+#include <algorithm>
 #include <span>
 
 #include "engine/head_codec.hpp"
-#include "wushkv/calibrate/allocate.hpp"
 #include "wushkv/calibrate/statistics.hpp"
 #include "wushkv/measure/loss_bound.hpp"
 #include "wushkv/recipe/tune.hpp"
@@ -85,13 +84,11 @@ double unit_loss(const std::vector<wushkv::HeadTransform>& heads,
   return sum;
 }
 
-constexpr std::array<int, 8> widths = {1, 2, 3, 4, 5, 6, 7, 8};
-
-/// Of the quantizer at every width, on normal groups.
+/// Of the quantizer at each width, on normal groups.
 std::vector<double> noise_factors(const CodecChoice& choice, bool is_key, Index group_size) {
   std::vector<double> factors;
   with_quantizer(choice.quantizer, [&](auto quantizer_of) {
-    for (const int bits : widths)
+    for (const int bits : widths_around(choice.average_bits))
       factors.push_back(
           noise_factor(quantizer_of(QuantizerSettings{choice.quantizer, bits, is_key, 0, choice.rounding}),
                        group_size, Index{1} << 18));
@@ -115,8 +112,7 @@ void tune_layers(std::vector<wushkv::LayerTransforms>& transforms,
             settings.parameter = parameter;
             return head_codec(&head, head.linear.dim(), quantizer_of(settings), settings, group_size);
           });
-      for (wushkv::HeadTransform& head : side.heads)
-        head.tuned[tuned_name(choice.quantizer, side.settings.bits)] = tuned.parameter;
+      for (wushkv::HeadTransform& head : side.heads) head.tuned[tuned_name(side.settings)] = tuned.parameter;
     });
   });
 }
@@ -138,9 +134,16 @@ void choose_all_signs(std::vector<wushkv::LayerTransforms>& transforms,
   });
 }
 
-std::vector<LayerBits> allot_bits(const std::vector<wushkv::LayerTransforms>& transforms,
-                                  const std::vector<wushkv::LayerStatistics>& statistics,
-                                  const CodecChoice& choice, Index group_size) {
+std::vector<int> widths_around(double average_bits) {
+  std::vector<int> widths;
+  const int middle = static_cast<int>(average_bits);
+  for (int bits = std::max(1, middle - 1); bits <= std::min(8, middle + 2); ++bits) widths.push_back(bits);
+  return widths;
+}
+
+std::vector<wushkv::LayerLosses> predicted_losses(const std::vector<wushkv::LayerTransforms>& transforms,
+                                                  const std::vector<wushkv::LayerStatistics>& statistics,
+                                                  const CodecChoice& choice, Index group_size) {
   const wushkv::AttentionHeads& heads = statistics.front().heads();
   const std::vector<double> key_factors =
                                 noise_factors(choice, true, group_size > 0 ? group_size : heads.key_dim),
@@ -160,10 +163,7 @@ std::vector<LayerBits> allot_bits(const std::vector<wushkv::LayerTransforms>& tr
     for (const double factor : value_factors) layer.values.by_width.push_back(factor * values);
     losses.push_back(std::move(layer));
   }
-  std::vector<LayerBits> bits;
-  for (const wushkv::LayerBits& layer : allocate_bits(losses, choice.average_bits, widths).layers)
-    bits.push_back({layer.keys, layer.values});
-  return bits;
+  return losses;
 }
 
 }  // namespace engine

@@ -27,10 +27,16 @@ void choose_all_signs(std::vector<wushkv::LayerTransforms>& transforms,
                       const std::vector<wushkv::LayerStatistics>& statistics, const CodecChoice& choice,
                       Index group_size, int trials, Threads& threads);
 
-/// Shares out the choice's average bits by the losses that the additive-noise model predicts.
-std::vector<LayerBits> allot_bits(const std::vector<wushkv::LayerTransforms>& transforms,
-                                  const std::vector<wushkv::LayerStatistics>& statistics,
-                                  const CodecChoice& choice, Index group_size);
+/// The widths that an average may be shared out in: from one below it to two above.
+std::vector<int> widths_around(double average_bits);
+
+/// What each layer's keys and values lose at the `widths_around` the choice's average, by the additive-noise
+/// model and the attention-aware sums. Quick, and good for a first guess: it knows nothing of how the errors
+/// of many tokens add up in a softmax, and 2.25 bits shared out by it lose as much as a mixture of layers at
+/// 2 and at 3 (`TransformSource::set_allotment_text` measures instead).
+std::vector<wushkv::LayerLosses> predicted_losses(const std::vector<wushkv::LayerTransforms>& transforms,
+                                                  const std::vector<wushkv::LayerStatistics>& statistics,
+                                                  const CodecChoice& choice, Index group_size);
 
 }  // namespace engine
 
