@@ -28,7 +28,7 @@ using examples::Layer;
 namespace {
 
 enum class QuantizerKind { Quest, LloydMax, MinMax, Percentile };
-enum class RoundingKind { Nearest, Search, Feedback, FeedbackSearch };
+enum class RoundingKind { Nearest, Search, Feedback, FeedbackSearch, BestOfSearch };
 
 struct Variant {
   std::string name;
@@ -40,9 +40,7 @@ struct Variant {
   int signs = 0;           // choices of eigenvectors' signs to try
   int seeds = 1;           // of the construction, to average over
 
-  bool feeds_back() const {
-    return rounding == RoundingKind::Feedback || rounding == RoundingKind::FeedbackSearch;
-  }
+  bool feeds_back() const { return rounding != RoundingKind::Nearest && rounding != RoundingKind::Search; }
 };
 
 const std::vector<Variant> variants = {
@@ -72,6 +70,10 @@ const std::vector<Variant> variants = {
     {"joint+quest feedback search", Construction::Joint, QuantizerKind::Quest, RoundingKind::FeedbackSearch},
     {"joint+affine feedback search", Construction::Joint, QuantizerKind::MinMax,
      RoundingKind::FeedbackSearch},
+    {.name = "joint+affine feedback or nearest, search",
+     .construction = Construction::Joint,
+     .quantizer = QuantizerKind::MinMax,
+     .rounding = RoundingKind::BestOfSearch},
     {.name = "joint+affine feedback search, predicted exponent",
      .construction = Construction::Joint,
      .quantizer = QuantizerKind::MinMax,
@@ -145,6 +147,8 @@ class Side {
           return with_rounding([](const S& s) { return Feedback<double>(s); });
         case RoundingKind::FeedbackSearch:
           return with_rounding([=](const S& s) { return StepSearch(Feedback<double>(s), factors); });
+        case RoundingKind::BestOfSearch:
+          return with_rounding([=](const S& s) { return StepSearch(BestOf<double>(s), factors); });
       }
     });
   }
@@ -269,7 +273,11 @@ void ablation(const std::string& activations, const std::vector<int>& widths, co
   for (const int bits : widths) {
     for (const Variant& variant : variants) {
       const Result result = run(variant, layers, bits);
-      std::printf("%4d  %-50s", bits, variant.name.c_str());
+      std::string label = variant.name;
+      if (label == "wush+percentile") label += ": recipe " + std::string(PaperRecipe<double>::name);
+      if (label == "joint+affine feedback search")
+        label += ": recipe " + std::string(BestRecipe<double>::name);
+      std::printf("%4d  %-50s", bits, label.c_str());
       for (const double error : result.layers) std::printf("  %9.5f", error);
       std::printf("  %14.5f\n", result.geometric_mean);
       results[bits].push_back(result);

@@ -99,16 +99,6 @@ Batch<double> through_cache(Index kv_heads, const Batch<double>& x, CodecOf code
   return cached;
 }
 
-// The relative squared error of a layer's attention module over the evaluation tokens, all of them quantized.
-template <class KeyCodecOf, class ValueCodecOf>
-double layer_error(const Layer& layer, KeyCodecOf key_codec_of, ValueCodecOf value_codec_of) {
-  const Sequence& x = layer.evaluation;
-  return wushkv::module_error(layer.heads, x.q, x.k, x.v,
-                              through_cache(layer.heads.kv_heads, x.k, key_codec_of),
-                              through_cache(layer.heads.kv_heads, x.v, value_codec_of), layer.w_o)
-      .relative();
-}
-
 }  // namespace examples
 
 #endif  // WUSHKV_EXAMPLES_ACTIVATIONS_HPP

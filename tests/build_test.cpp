@@ -176,6 +176,22 @@ TEST_CASE("wush-a and joint against their definitions") {
   }
 }
 
+TEST_CASE("a large common offset of keys and values is no obstacle to joint") {
+  test::Random random(861);
+  for (const double offset : {1e3, 1e4, 1e6}) {
+    LayerStatistics statistics(heads);
+    statistics.set_output_projection(random.batch(32, 20));
+    statistics.gather_attention();
+    statistics.add(random.batch(50, 64), (random.batch(50, 32).array() + offset).matrix(),
+                   (random.batch(50, 16).array() - offset).matrix());
+    const LayerTransforms transforms = build_transforms(statistics, {.construction = Construction::Joint});
+    for (const HeadTransform& head : transforms.values) {
+      CHECK(all_finite(to_matrix(head.linear)));
+      CHECK(head.mean.mean() == doctest::Approx(-offset).epsilon(0.01));
+    }
+  }
+}
+
 TEST_CASE("each head's exponent by prediction") {
   test::Random random(860);
   const LayerStatistics statistics = any_statistics(random);
@@ -200,6 +216,9 @@ TEST_CASE("each head's exponent by prediction") {
   CHECK_REFUSED(build_transforms(statistics, chosen), "choose_exponent_for is -1");
   chosen.choose_exponent_for = test::nan;
   CHECK_REFUSED(build_transforms(statistics, chosen), "choose_exponent_for");
+  chosen.choose_exponent_for = 0.12;
+  chosen.key_group_size = 4;
+  CHECK_REFUSED(build_transforms(statistics, chosen), "groups of 4 and 8");
 }
 
 TEST_CASE("sensitivity of the other constructions: from the plain Hessian, where one is known") {

@@ -287,20 +287,61 @@ TEST_CASE_TEMPLATE("degenerate data and a near-singular A decode to finite value
 
 TEST_CASE("encoding allocates nothing, alone and in batches") {
   test::Random random(807);
-  for (const Index dim : {64, 128, 256}) {
-    const StepSearch rounding(Feedback<float>(Sensitivity<float>(random.definite(dim))),
-                              affine_range_factors);
-    const Codec codec(Identity<float>(dim), HalfAffine<float>::min_max(2), 0, rounding);
-    const Index tokens = 8;
-    const Batch<float> y = random.batch<float>(tokens, dim);
-    std::vector<std::uint8_t> codes(static_cast<std::size_t>(y.size()));
-    std::vector<HalfAffine<float>::Params> params(static_cast<std::size_t>(tokens));
-    const auto size = static_cast<std::size_t>(dim);
-    CHECK(test::allocations_of([&] {
-            codec.encode_transformed({y.data(), codes.size()}, tokens, codes, params);
-            codec.encode_transformed({y.data(), size}, {codes.data(), size}, {params.data(), 1});
-          }) == 0);
+  for (const Index dim : {64, 80, 96, 112, 128, 192, 256, 512})
+    for (const Index group : {dim, Index{16}}) {
+      const StepSearch rounding(Feedback<float>(Sensitivity<float>(random.definite(dim))),
+                                affine_range_factors);
+      const Codec codec(Identity<float>(dim), HalfAffine<float>::min_max(2), group, rounding);
+      for (const Index tokens : {1, 8, 32}) {
+        CAPTURE(dim);
+        CAPTURE(group);
+        CAPTURE(tokens);
+        const Batch<float> y = random.batch<float>(tokens, dim);
+        std::vector<std::uint8_t> codes(static_cast<std::size_t>(y.size()));
+        std::vector<HalfAffine<float>::Params> params(static_cast<std::size_t>(tokens * dim / group));
+        CHECK(test::allocations_of([&] {
+                codec.encode_transformed({y.data(), codes.size()}, tokens, codes, params);
+              }) == 0);
+      }
+    }
+}
+
+TEST_CASE("levels in closed form take what is no number") {
+  const UniformLevels<float> levels{
+      .divisor = 0.5F, .shift = 0, .first = -2, .top = 3, .origin = 1.5F, .step = 0.5F};
+  const float infinite = std::numeric_limits<float>::infinity(),
+              none = std::numeric_limits<float>::quiet_NaN();
+  CHECK(levels.code(-infinite) == 0);
+  CHECK(levels.code(infinite) == 3);
+  CHECK(levels.code(none) == 0);
+  // Errors that overflow on their way leave finite values in all other tokens, and in their own.
+  test::Random random(809);
+  SquareMatrix<double> a = random.definite(8);
+  a.row(0) *= 1e5;
+  a.col(0) *= 1e5;
+  Batch<float> y = random.batch<float>(3, 8);
+  y.row(1) *= 1e38F;
+  const auto check = [&](const auto& quantizer) {
+    CHECK(all_finite(round_all(quantizer, Feedback<float>(Sensitivity<float>(a)), y, 8, 3).values));
+  };
+  check(Quest<float>(2));
+  check(LloydMax<float>(2));
+  // A constant group at the end of the range: no other of its codes may leave it.
+  y.row(2).setConstant(std::numeric_limits<float>::max());
+  for (const int bits : {1, 2, 3, 8}) {
+    check(Affine<float>::min_max(bits));
+    check(Affine<float, Dynamic, Eigen::bfloat16>::percentile(.9, bits));
   }
+  // One loss that overflows does not hide the other.
+  Batch<float> spike = random.batch<float>(1, 8);
+  spike(0, 3) = std::numeric_limits<float>::max();
+  const SquareMatrix<double> weights = random.definite(8);
+  const Sensitivity<float> sensitivity(weights);
+  const auto loss = [&](const auto& rounding) {
+    return round_all(Affine<float>::min_max(1), rounding, spike, 8, 1).losses(weights)[0];
+  };
+  CHECK(loss(BestOf<float>(sensitivity)) <=
+        1.001 * std::min(loss(Feedback<float>(sensitivity)), loss(SensitiveNearest<float>(sensitivity))));
 }
 
 TEST_CASE("what is refused") {
@@ -318,10 +359,10 @@ TEST_CASE("what is refused") {
   const Sensitivity<float> sensitivity(a);
   CHECK_REFUSED(sensitivity.loss(random.vector(5)), "Sensitivity: e");
   const Feedback<float> feedback(sensitivity);
-  const std::vector<double> none, negative = {1, -1}, many(65, 1.0);
+  const std::vector<double> none, negative = {1, -1}, many(17, 1.0);
   CHECK_REFUSED(StepSearch(feedback, none), "factors has 0 entries");
   CHECK_REFUSED(StepSearch(feedback, negative), "a factor is -1");
-  CHECK_REFUSED(StepSearch(feedback, many), "factors has 65 entries");
+  CHECK_REFUSED(StepSearch(feedback, many), "factors has 17 entries");
   CHECK_REFUSED(Codec(Identity<float>(8), Quest<float>(2), 0, feedback), "rounding is for dimension 4");
   // Another scalar, or a step that cannot be scaled: no rounding for that quantizer.
   static_assert(Rounding<Feedback<float>, PassThrough<float>>);

@@ -303,3 +303,20 @@ TEST_CASE("a sample that is none is refused") {
           .slice(0, 2)
           .size() == 0);
 }
+
+TEST_CASE("a sample of nothing can be sliced, saved and read") {
+  const AttentionHeads shape{2, 2, 4, 4};
+  test::Random random(862);
+  LayerStatistics plain(shape), kept(shape);
+  plain.add(random.batch(5, 8), random.batch(5, 8), random.batch(5, 8));
+  CHECK(plain.slice(1, 1).sample().size() == 0);
+  kept.keep_sample(4);
+  CHECK(kept.sample().keys().rows() == 0);
+  CHECK(kept.slice(0, 1).sample().values().cols() == 4);
+  TokenSample sample(shape, 4);
+  sample.add(0, Batch<double>(0, 8), Batch<double>(0, 8), {Batch<double>(0, 2), Batch<double>(0, 2)});
+  CHECK(sample.size() == 0);
+  TokenWeights weights{Batch<double>::Ones(1, 2), Batch<double>::Ones(1, 2)};
+  weights.values(0, 1) = -1;
+  CHECK_REFUSED(sample.add(0, random.batch(1, 8), random.batch(1, 8), weights), "weight is negative");
+}

@@ -101,9 +101,10 @@ void build(const std::vector<std::string>& words) {
       "build", "Makes the transforms of all layers from statistics, for any quantizer and bit width.",
       {"STATS"},
       {{"output", "FILE", "the transforms (or -o FILE)"},
-       {"recipe", "NAME", "best (joint, exponent 0.75) or paper (wush); the next options change it", "best"},
+       {"recipe", "NAME", "best (joint, exponent 0.75) or paper (wush); --transform replaces both", "best"},
        {"transform", "NAME",
-        "none, hadamard, random, pca, rotate-kv, oscar, oscar-per-head, wush, wush-a or joint"},
+        "instead, with exponent 0.5: none, hadamard, random, pca, rotate-kv, oscar, oscar-per-head, wush, "
+        "wush-a or joint"},
        {"exponent", "P", "of wush, wush-a and joint: 0.5 balances, 1 whitens the cache"},
        {"group", "N", "coordinates that share a scale, 0 for a whole head", "0"},
        {"damping", "X", "of the Hessian (and wush's Gram), relative to the mean of the diagonal", "0.01"},

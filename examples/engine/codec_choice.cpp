@@ -72,6 +72,9 @@ CodecChoice parse_codec(const std::string& name) {
       choice.quantizer != QuantizerKind::Percentile)
     throw std::invalid_argument("wushkv-lm: codec '" + name +
                                 "' is tuned, expected quest or percentile, which have a parameter");
+  if (choice.tuned && choice.signs && choice.from_file)
+    throw std::invalid_argument("wushkv-lm: codec '" + name +
+                                "' chooses signs, for which its file is not tuned, expected one of them");
   if (choice.tuned && choice.average_bits > 0)
     throw std::invalid_argument("wushkv-lm: codec '" + name +
                                 "' is tuned for a fraction of bits, expected one width");

@@ -13,7 +13,7 @@ namespace engine {
 /// (`wushkv::Construction`, or `file` for transforms from a file), a quantizer's, and what else is done:
 /// `feedback` and `search` (roundings), `tuned` (the quantizer's clip ratio or step, layer by layer) and
 /// `signs` (of the eigenvectors, chosen by head). Bits are one number, two for keys and values, or a
-/// fraction, an average that layers share out by predicted losses: `wush+quest:2`, `oscar+percentile:3/2`,
+/// fraction, an average that layers share out by what they lose: `wush+quest:2`, `oscar+percentile:3/2`,
 /// `joint+minmax+feedback+search:2.25`; without bits after `+float` and `+bf16`. Recipes have names:
 /// `paper:BITS` is `wush+percentile`, `best:BITS` `joint+minmax+feedback+search`.
 struct CodecChoice {
@@ -27,8 +27,6 @@ struct CodecChoice {
   bool tuned = false, signs = false;
 
   bool quantizes() const { return quantizer != QuantizerKind::Float && quantizer != QuantizerKind::BFloat16; }
-  /// Whether more than the transforms comes from statistics.
-  bool needs_sample() const { return tuned || signs; }
 };
 
 /// Throws `std::invalid_argument`, with what is expected, for a name that is none.

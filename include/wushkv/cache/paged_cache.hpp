@@ -322,6 +322,8 @@ class PagedCache {
   // Values of a side of one head that are encoded together, and the tokens that this makes at most: enough
   // for a rounding to run across, few enough for the stack.
   static constexpr Index encoded_values = 4096, encoded_tokens = 32;
+  template <class Params>
+  static constexpr std::size_t inline_params = std::max<std::size_t>(64, 8192 / sizeof(Params));
   Index encode_block(Index appended) const {
     const Index tokens =
         std::min(encoded_tokens, direct(options_) ? std::max<Index>(1, appended) : options_.flush);
@@ -345,8 +347,8 @@ class PagedCache {
     detail::Scratch<ValueScalar, inline_values> v;
     detail::Scratch<typename KeyCodec::Code, inline_values> key_codes;
     detail::Scratch<typename ValueCodec::Code, inline_values> value_codes;
-    detail::Scratch<typename KeyCodec::Params, 2048> key_params;
-    detail::Scratch<typename ValueCodec::Params, 2048> value_params;
+    detail::Scratch<typename KeyCodec::Params, inline_params<typename KeyCodec::Params>> key_params;
+    detail::Scratch<typename ValueCodec::Params, inline_params<typename ValueCodec::Params>> value_params;
   };
 
   /// BF16 tokens of all heads, `[kv_heads][capacity][dim]`.

@@ -27,7 +27,8 @@ struct BuildOptions {
   /// sensitivity.
   double damping = WushOptions{}.damping, exponent = WushOptions{}.exponent;
   /// Above 0, the noise factor kappa of a quantizer (`noise_factor`): each head then gets the exponent with
-  /// which feedback rounding is predicted to lose least (`choose_exponent`), in place of `exponent`.
+  /// which feedback rounding is predicted to lose least (`choose_exponent`), in place of `exponent`. For
+  /// groups of a whole head only.
   double choose_exponent_for = 0;
   /// Scale the WUSH constructions so that what the cache stores has unit mean square on the calibration
   /// tokens (`Joint`: unit mean square weighted by `tr H_t`); else c = 1.
@@ -80,8 +81,9 @@ struct HeadSums {
 /// A weighted Gram about its mean. Where tokens differ by less than rounding leaves of their squares, the
 /// difference can come out indefinite: what is below rounding counts as nothing.
 inline SquareMatrix<double> checked_centered_gram(const WeightedSums& sums) {
-  const SquareMatrix<double> gram = sums.centered_gram();
-  const Spectrum s = spectrum("build_transforms: weighted Gram", (gram + gram.transpose()) / 2);
+  // What a large mean leaves of rounding is not symmetric.
+  const SquareMatrix<double> raw = sums.centered_gram(), gram = (raw + raw.transpose()) / 2;
+  const Spectrum s = spectrum("build_transforms: weighted Gram", gram);
   if (s.values[0] >= 0) return gram;
   const double rounding = 1e-14 * sums.weighted_gram.trace();
   const Vector<double> values = (s.values.array() > rounding).select(s.values, 0.0);
@@ -184,6 +186,11 @@ inline LayerTransforms build_transforms(const LayerStatistics& statistics, const
   if (!(options.choose_exponent_for >= 0 && options.choose_exponent_for <= 1))
     detail::invalid_argument("build_transforms: choose_exponent_for is ", options.choose_exponent_for,
                              ", expected 0 or a noise factor up to 1");
+  if (options.choose_exponent_for > 0 &&
+      (key_group_size != heads.key_dim || value_group_size != heads.value_dim))
+    detail::invalid_argument("build_transforms: choose_exponent_for came with groups of ", key_group_size,
+                             " and ", value_group_size,
+                             ", expected whole heads, which the prediction is for");
   const bool data_free = options.construction == Construction::None ||
                          options.construction == Construction::Hadamard ||
                          options.construction == Construction::Random;

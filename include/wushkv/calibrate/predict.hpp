@@ -4,8 +4,8 @@
 
 #include <cmath>
 
-#include "wushkv/calibrate/upper_factors.hpp"
 #include "wushkv/core/check.hpp"
+#include "wushkv/core/upper_factors.hpp"
 #include "wushkv/transform/hadamard.hpp"
 
 namespace wushkv {

@@ -16,7 +16,7 @@ namespace wushkv {
 
 namespace detail {
 
-/// Sebastiano Vigna's mixer: a bijection that scatters neighbouring numbers.
+/// The mixer of SplitMix64 (Steele, Lea and Flood): a bijection that scatters neighbouring numbers.
 constexpr std::uint64_t splitmix64(std::uint64_t x) {
   x += 0x9e3779b97f4a7c15ULL;
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ULL;
@@ -57,10 +57,13 @@ class TokenSample {
     detail::check_shape("TokenSample: values", values, n, shape_.kv_heads * shape_.value_dim);
     detail::check_shape("TokenSample: weights of keys", weights.keys, n, shape_.kv_heads);
     detail::check_shape("TokenSample: weights of values", weights.values, n, shape_.kv_heads);
+    if (n == 0) return;
     Batch<float> rows(n, width());
     rows << keys.cast<float>(), values.cast<float>(), weights.keys.cast<float>(),
         weights.values.cast<float>();
     detail::check_finite("TokenSample: a key, value or weight in float", rows);
+    if ((rows.rightCols(2 * shape_.kv_heads).array() < 0).any())
+      detail::invalid_argument("TokenSample: a weight is negative, expected 0 or a positive number");
     const std::uint64_t base = detail::splitmix64(static_cast<std::uint64_t>(first_sequence_) +
                                                   static_cast<std::uint64_t>(sequence));
     std::vector<std::uint64_t> priorities;
@@ -69,7 +72,8 @@ class TokenSample {
     take(priorities, rows);
   }
 
-  /// The smallest of both, as many as the smaller capacity has room for. Throws `std::invalid_argument` if
+  /// The smallest of both, as many as the smaller capacity has room for. Runs that number their sequences
+  /// alike have tokens at the same positions. Throws `std::invalid_argument` if
   /// the heads differ.
   void merge(const TokenSample& other) {
     if (other.shape_ != shape_)
@@ -84,14 +88,14 @@ class TokenSample {
   /// Tokens in the sample, in the order of their priorities.
   Index size() const { return rows_.rows(); }
   const std::vector<std::uint64_t>& priorities() const { return priorities_; }
-  /// `[size, kv_heads * key_dim]` and `[size, kv_heads * value_dim]`; valid as long as the sample is.
-  auto keys() const { return rows_.leftCols(shape_.kv_heads * shape_.key_dim); }
-  auto values() const {
-    return rows_.middleCols(shape_.kv_heads * shape_.key_dim, shape_.kv_heads * shape_.value_dim);
+  /// `[size, kv_heads * key_dim]` and `[size, kv_heads * value_dim]`.
+  Batch<float> keys() const { return columns(0, shape_.kv_heads * shape_.key_dim); }
+  Batch<float> values() const {
+    return columns(shape_.kv_heads * shape_.key_dim, shape_.kv_heads * shape_.value_dim);
   }
   /// `tr H_K,t` and `tr H_V,t` of the tokens, `[size, kv_heads]`; ones where attention was not gathered.
-  auto key_weights() const { return rows_.middleCols(width() - 2 * shape_.kv_heads, shape_.kv_heads); }
-  auto value_weights() const { return rows_.rightCols(shape_.kv_heads); }
+  Batch<float> key_weights() const { return columns(width() - 2 * shape_.kv_heads, shape_.kv_heads); }
+  Batch<float> value_weights() const { return columns(width() - shape_.kv_heads, shape_.kv_heads); }
 
   /// The same tokens of KV heads `first … first + count - 1` alone. Throws `std::invalid_argument` for a
   /// range that is empty or outside.
@@ -100,6 +104,7 @@ class TokenSample {
     TokenSample part(detail::sliced(shape_, count), capacity_, first_sequence_);
     part.priorities_ = priorities_;
     part.rows_.resize(size(), part.width());
+    if (size() == 0) return part;
     part.rows_ << keys().middleCols(first * shape_.key_dim, count * shape_.key_dim),
         values().middleCols(first * shape_.value_dim, count * shape_.value_dim),
         key_weights().middleCols(first, count), value_weights().middleCols(first, count);
@@ -134,6 +139,10 @@ class TokenSample {
   }
 
  private:
+  Batch<float> columns(Index from, Index count) const {
+    if (size() == 0) return Batch<float>(0, count);  // no memory, of which there is no part
+    return rows_.middleCols(from, count);
+  }
   Index width() const { return shape_.kv_heads * (shape_.key_dim + shape_.value_dim + 2); }
 
   /// Merges in tokens, a row each.

@@ -126,7 +126,8 @@ class Codec<T, Q, R, GroupSize> {
   /// The same for `tokens` tokens, one after the other in each span; their codes are those of each by itself.
   void encode_transformed(std::span<const Scalar> y, Index tokens, std::span<Code> codes,
                           std::span<Params> params) const {
-    if (tokens < 0 || static_cast<Index>(y.size()) != tokens * head_dim())
+    if (tokens < 0 || tokens > static_cast<Index>(y.size()) ||
+        static_cast<Index>(y.size()) != tokens * head_dim())
       detail::invalid_argument("Codec: y has ", y.size(), " values, expected the head dimension ", head_dim(),
                                " for each of ", tokens, " tokens");
     check_token_spans(codes.size(), params.size(), tokens);

@@ -213,8 +213,8 @@ inline LayerStatistics read_layer(const SafetensorsView& file, const std::string
   const Vector<std::int64_t> counts = file.vector<std::int64_t>("counts" + layer, {4});
   const AttentionHeads heads{static_cast<Index>(counts[0]), keys[0], keys[2], values[2]};
   if (keys.size() < 1 || values.size() < 1 || keys[1] != keys[2] || values[1] != values[2] ||
-      heads.query_heads < 1 || heads.query_heads % heads.kv_heads != 0 || counts[2] < 0 ||
-      counts[1] < counts[2])
+      heads.query_heads < 1 || heads.query_heads > (Index{1} << 24) ||
+      heads.query_heads % heads.kv_heads != 0 || counts[2] < 0 || counts[1] < counts[2])
     file_error("safetensors: statistics of layer ", layer.substr(1), ": M_K is ", keys.to_string(), ", M_V ",
                values.to_string(), ", counts are ", counts[0], " query heads, ", counts[1], " tokens, ",
                counts[2], " sequences, which no layer has");

@@ -112,12 +112,15 @@ inline void add_affine_parts(SafetensorsWriter& writer, const std::string& side,
 /// Tuned parameters, a tensor of one a head for each name.
 inline void add_tuned(SafetensorsWriter& writer, const std::string& side, const std::string& layer,
                       const std::vector<HeadTransform>& heads) {
+  for (const HeadTransform& head : heads)
+    if (head.tuned.size() != heads.front().tuned.size())
+      invalid_argument("save_transforms: heads of ", side, layer, " are tuned for ", head.tuned.size(),
+                       " and ", heads.front().tuned.size(), " quantizers, expected the same for all");
   for (const auto& [name, first] : heads.front().tuned) {
     Vector<double> parameters(static_cast<Index>(heads.size()));
     for (std::size_t h = 0; h < heads.size(); ++h) {
       const auto found = heads[h].tuned.find(name);
-      if (heads[h].tuned.size() != heads.front().tuned.size() || found == heads[h].tuned.end() ||
-          !(is_finite(found->second) && found->second > 0))
+      if (found == heads[h].tuned.end() || !(is_finite(found->second) && found->second > 0))
         invalid_argument("save_transforms: ", side, layer, " head ", h, " is not tuned for '", name,
                          "', expected the same names for all heads, and positive parameters");
       parameters[static_cast<Index>(h)] = found->second;
@@ -203,8 +206,8 @@ inline void read_affine_parts(const SafetensorsView& file, const std::string& si
 }  // namespace detail
 
 /// Writes transforms. Throws `std::invalid_argument` for no layers, no heads, heads of one layer in different
-/// blocks, and means or sensitivities of another dimension, not finite, or of some heads only, `FileError` if
-/// the file cannot be written.
+/// blocks, means or sensitivities of another dimension, not finite, or of some heads only, and heads tuned
+/// for different quantizers or to no positive number, `FileError` if the file cannot be written.
 inline void save_transforms(const std::filesystem::path& path, const ModelTransforms& transforms) {
   if (transforms.layers.empty()) detail::invalid_argument("save_transforms: 0 layers, expected at least one");
   SafetensorsWriter writer;

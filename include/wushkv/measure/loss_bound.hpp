@@ -12,8 +12,8 @@
 #include <string_view>
 
 #include "wushkv/calibrate/loss_spectrum.hpp"
-#include "wushkv/calibrate/upper_factors.hpp"
 #include "wushkv/codec/codec.hpp"
+#include "wushkv/core/upper_factors.hpp"
 #include "wushkv/transform/centered.hpp"
 
 namespace wushkv {

@@ -137,8 +137,12 @@ class Affine : public BitWidth<Bits> {
 
   /// For a range that `plain` does not serve: of a few forms, the one with the least error.
   Params best_of_others(const GroupView<Scalar>& group, Scalar low, Scalar high, const Params& plain) const {
-    // One level at the middle, the rest unused: (1 - 0) scale.
-    Params best{saturate_cast<Storage>(low == high ? low : low + (high - low) / 2), Storage(0)};
+    // One level at the middle, the rest unused: (1 - 0) scale; or the last one, where a rounding with
+    // feedback that took others would leave the range of the scalar.
+    const Scalar middle = low == high ? low : low + (high - low) / 2,
+                 top = static_cast<Scalar>((1 << this->bits()) - 1);
+    const bool huge = std::abs(middle) > std::numeric_limits<Scalar>::max() / (2 * top);
+    Params best{saturate_cast<Storage>(huge ? Scalar(0.99) * middle / top : middle), Storage(0)};
     if (group.isZero(0)) return best;
     double least = squared_error(group, best);
     const auto consider = [&](Storage scale, Scalar zero) {

@@ -42,8 +42,9 @@ class CompactAffine : public BitWidth<Bits> {
   /// Scale and zero for a group of any length, for `factor` times the range they would cover, as stored.
   Params fit(const GroupView<Scalar>& group, double factor = 1) const {
     detail::check_group<Scalar>(group);
-    const double low = factor * range_ * static_cast<double>(group.minCoeff()),
-                 high = factor * range_ * static_cast<double>(group.maxCoeff());
+    constexpr double most = 1e300;  // no sum or difference of these overflows
+    const double low = std::clamp(factor * range_ * static_cast<double>(group.minCoeff()), -most, most),
+                 high = std::clamp(factor * range_ * static_cast<double>(group.maxCoeff()), -most, most);
     const double top = static_cast<double>((1 << this->bits()) - 1);
     Params params;
     if (low > 0 || high < 0) {
@@ -53,6 +54,10 @@ class CompactAffine : public BitWidth<Bits> {
       params.position = position(low > 0 ? top - reach : reach);
     } else {
       params.scale = Log8((high - low) / top);
+      // A step that rounds to nothing: the least one there is, if the group reaches its first level at all.
+      const Log8 least = std::numeric_limits<Log8>::min();
+      if (params.scale == Log8() && 2 * std::max(high, -low) > static_cast<double>(least))
+        params.scale = least;
       const double scale = static_cast<double>(params.scale);
       if (scale > 0) params.position = position((top * scale - high - low) / (2 * scale));
     }

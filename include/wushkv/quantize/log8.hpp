@@ -19,8 +19,11 @@ class Log8 {
   /// Rounds a number that is not negative; what is too large becomes the largest, what is below half the
   /// least becomes zero.
   explicit Log8(double value) : Log8(value, 0.5) {}
-  /// The least value that is not below `value`, if there is one.
-  static Log8 above(double value) { return Log8(value, 1 - 1e-9); }
+  /// The least value that is not below `value` (to a float's rounding), the largest if there is none.
+  static Log8 above(double value) {
+    // A float's rounding of a power of two must not count as above it.
+    return value > 0 ? Log8(std::max(value, 0x1p-16), 1 - 1e-5) : Log8();
+  }
   static Log8 from_bits(std::uint8_t bits) {
     Log8 result;
     result.bits_ = bits;

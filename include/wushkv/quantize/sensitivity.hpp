@@ -2,9 +2,8 @@
 #ifndef WUSHKV_QUANTIZE_SENSITIVITY_HPP
 #define WUSHKV_QUANTIZE_SENSITIVITY_HPP
 
-#include <Eigen/Cholesky>
-
 #include "wushkv/core/check.hpp"
+#include "wushkv/core/upper_factors.hpp"
 
 namespace wushkv {
 
@@ -29,24 +28,14 @@ class Sensitivity {
       detail::invalid_argument(
           "Sensitivity: A is not symmetric: entries differ from their mirror images by up to ", skew, " of ",
           largest);
-    // Cholesky's L comes lower triangular: backwards, it is F D^{1/2}.
-    const SquareMatrix<double> backwards = (full / (largest > 0 ? largest : 1)).reverse();
-    const Eigen::LLT<SquareMatrix<double>> cholesky(backwards);
-    if (cholesky.info() != Eigen::Success)
+    const detail::UpperFactors factors = detail::upper_factors(full / (largest > 0 ? largest : 1));
+    if (!(factors.diagonal.minCoeff() > 0))
       detail::invalid_argument(
-          "Sensitivity: A is singular or indefinite, expected a positive definite matrix "
-          "(damp the Hessian)");
-    const SquareMatrix<double> l = SquareMatrix<double>(cholesky.matrixL()).reverse();
-    const Vector<double> diagonal = l.diagonal();
-    const SquareMatrix<double> f = l * diagonal.cwiseInverse().asDiagonal();
-    feedback_ = f.transpose().template cast<Scalar>();
+          "Sensitivity: A is singular or indefinite, expected a positive definite matrix (damp the Hessian)");
+    feedback_ = factors.unit.transpose().template cast<Scalar>();
     feedback_.diagonal().setZero();
-    weights_ = diagonal.cwiseAbs2().template cast<Scalar>();
+    weights_ = factors.diagonal.template cast<Scalar>();
     scale_ = largest;
-    if (!all_finite(feedback_))
-      detail::invalid_argument(
-          "Sensitivity: A is too near to singular, expected a positive definite matrix "
-          "(damp the Hessian)");
   }
 
   Index dim() const { return weights_.size(); }

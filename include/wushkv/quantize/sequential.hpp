@@ -15,10 +15,11 @@
 
 namespace wushkv::detail {
 
-/// In which ways a token is tried: with each factor of its step, with feedback, without, or both.
+/// In which ways a token is tried: with each factor of its step, with feedback, to the nearest level, or
+/// both.
 struct RoundingTrials {
   std::span<const double> factors;
-  bool feedback = true, plain = false;
+  bool feedback = true, nearest = false;
 };
 
 /// Rounds tokens one coordinate at a time, many lanes at once. A lane is one trial of one token, so the
@@ -27,14 +28,21 @@ struct RoundingTrials {
 /// either way `r = e_j + s` adds `D_j r²` to `eᵀ A e` (`Sensitivity`).
 ///
 /// The best factor is kept at each group's end, where its loss is known but for what later groups make good;
-/// the better of feedback and plain at the head's end, so that it is never worse than either.
+/// the better of feedback and nearest at the head's end, so that it is never worse than either.
 template <class Q>
 class SequentialRounding {
   using Scalar = typename Q::Scalar;
   using Code = code_t<Q>;
   using Params = typename Q::Params;
-  static constexpr Index pack = 16;           // lanes that go together: an AVX-512 register of floats
-  static constexpr Index most_values = 8192;  // lanes times coordinates of a block that stay on the stack
+  // Lanes that go together: an AVX-512 register of floats.
+  static constexpr Index pack = 16;
+  // What a block of tokens keeps on the stack: 32 KB of errors in float, twice that in double; more lanes
+  // than 128 gain nothing.
+  static constexpr Index most_values = 8192, most_lanes = 128;
+  static constexpr Index most_params =
+      std::max<Index>(pack, most_values / static_cast<Index>(sizeof(Params)));
+  // Of a lane: the levels of its group, what of `s` it rounds with, its loss so far, and the unit of that.
+  enum State { Divisor, Shift, Origin, Step, FeedsBack, Loss, Unit, states };
 
  public:
   SequentialRounding(const Sensitivity<Scalar>& sensitivity, const RoundingTrials& trials, const Q& quantizer,
@@ -43,27 +51,29 @@ class SequentialRounding {
         quantizer_(quantizer),
         factors_(trials.factors),
         first_mode_feeds_back_(trials.feedback),
-        modes_(trials.feedback && trials.plain ? 2 : 1),
+        modes_(trials.feedback && trials.nearest ? 2 : 1),
         dim_(sensitivity.dim()),
         group_size_(group_size) {}
 
-  /// `y` and `codes` are `[tokens, dim]`, `params` `[tokens, dim / group_size]`, all contiguous.
+  /// `y` and `codes` are `[tokens, dim]`, `params` `[tokens, dim / group_size]`, all contiguous. Allocates
+  /// nothing if the trials of one token fit the stack: 32 of them at dimension 256, 16 at 512.
   void encode(const Scalar* y, Index tokens, Code* codes, Params* params) const {
-    const Index trials = modes_ * static_cast<Index>(factors_.size()), groups = dim_ / group_size_;
-    const Index most = std::max<Index>(1, std::min(most_values / dim_, max_lanes) / trials);
-    const Index lanes = (std::min(most, tokens) * trials + pack - 1) / pack * pack;
+    if (tokens == 0) return;
+    const Index groups = dim_ / group_size_;
+    const Index room = std::min({most_lanes, most_values / dim_, most_params / groups}) / pack * pack;
+    const Index most = std::max<Index>(1, room / trials());  // tokens of a block
+    const Index blocks = (tokens + most - 1) / most, most_even = (tokens + blocks - 1) / blocks;
+    const Index lanes = padded(most_even * trials());
     Scratch<Scalar, most_values> errors(dim_ * lanes);
     Scratch<Code, most_values> lane_codes(dim_ * lanes);
-    Scratch<Params, 2 * max_lanes> lane_params(groups * lanes);
-    Scratch<Scalar, lane_states * max_lanes> states(lane_states * lanes);
-    for (Index begin = 0; begin < tokens; begin += most) {
-      const Block block{y + begin * dim_,
-                        std::min(most, tokens - begin),
-                        lanes,
-                        errors.data(),
-                        lane_codes.data(),
-                        lane_params.data(),
-                        states.data()};
+    Scratch<Params, most_params> lane_params(groups * lanes);
+    Scratch<Scalar, states * most_lanes> lane_states(states * lanes);
+    for (Index begin = 0; begin < tokens; begin += most_even) {
+      const Index count = std::min(most_even, tokens - begin);
+      const Block block{y + begin * dim_,         count,
+                        padded(count * trials()), errors.data(),
+                        lane_codes.data(),        lane_params.data(),
+                        lane_states.data()};
       start(block);
       for (Index group = 0; group < groups; ++group) {
         fit(block, group);
@@ -75,7 +85,6 @@ class SequentialRounding {
   }
 
  private:
-  static constexpr Index max_lanes = 128, lane_states = 7;
   using Pack = Eigen::Array<Scalar, static_cast<int>(pack), 1>;
 
   /// Lanes in the order (mode, factor, token), padded to whole packs with lanes of zeros.
@@ -85,18 +94,16 @@ class SequentialRounding {
     Scalar* errors;  ///< `[dim, lanes]`
     Code* codes;     ///< `[dim, lanes]`
     Params* params;  ///< `[groups, lanes]`
-    Scalar* states;  ///< `[lane_states, lanes]`
+    Scalar* memory;  ///< `[states, lanes]`
 
-    // The levels of the lane's group; what of `s` it rounds with; its loss so far, and the unit of that.
-    Scalar* divisor() const { return states; }
-    Scalar* shift() const { return states + lanes; }
-    Scalar* origin() const { return states + 2 * lanes; }
-    Scalar* step() const { return states + 3 * lanes; }
-    Scalar* feedback() const { return states + 4 * lanes; }
-    Scalar* loss() const { return states + 5 * lanes; }
-    Scalar* unit() const { return states + 6 * lanes; }
+    Scalar* of(State state) const { return memory + state * lanes; }
   };
 
+  /// A loss that overflowed on its way to no number is the greatest.
+  static bool less(Scalar a, Scalar b) { return a < b || (a == a && b != b); }
+  /// Lanes of a token.
+  Index trials() const { return modes_ * static_cast<Index>(factors_.size()); }
+  static Index padded(Index lanes) { return (lanes + pack - 1) / pack * pack; }
   Index lane(const Block& block, Index mode, std::size_t factor, Index token) const {
     return (mode * static_cast<Index>(factors_.size()) + static_cast<Index>(factor)) * block.tokens + token;
   }
@@ -109,16 +116,16 @@ class SequentialRounding {
   }
 
   void start(const Block& block) const {
-    std::fill_n(block.states, lane_states * block.lanes, Scalar(0));
-    std::fill_n(block.divisor(), block.lanes, Scalar(1));
+    std::fill_n(block.memory, states * block.lanes, Scalar(0));
+    std::fill_n(block.of(Divisor), block.lanes, Scalar(1));
     for_each_lane(block, [&](Index l, Index mode, double, Index token) {
       const Eigen::Map<const Vector<Scalar>> y(block.y + token * dim_, dim_);
       const Scalar largest = y.cwiseAbs().maxCoeff();
       // A power of two, so that squares neither overflow nor vanish.
       constexpr int most = std::numeric_limits<Scalar>::max_exponent - 2;
-      block.unit()[l] =
+      block.of(Unit)[l] =
           std::ldexp(Scalar(1), largest > 0 ? std::clamp(-std::ilogb(largest), -most, most) : 0);
-      block.feedback()[l] = (mode == 0) == first_mode_feeds_back_ ? Scalar(1) : Scalar(0);
+      block.of(FeedsBack)[l] = (mode == 0) == first_mode_feeds_back_ ? Scalar(1) : Scalar(0);
     });
   }
 
@@ -132,17 +139,18 @@ class SequentialRounding {
         params = quantizer_.fit(GroupView<Scalar>(y));
       if constexpr (UniformQuantizer<Q>) {
         const UniformLevels<Scalar> levels = quantizer_.levels(params);
-        block.divisor()[l] = levels.divisor;
-        block.shift()[l] = levels.shift;
-        block.origin()[l] = levels.origin;
-        block.step()[l] = levels.step;
+        block.of(Divisor)[l] = levels.divisor;
+        block.of(Shift)[l] = levels.shift;
+        block.of(Origin)[l] = levels.origin;
+        block.of(Step)[l] = levels.step;
       }
     });
   }
 
   using ConstPack = Eigen::Map<const Pack>;
 
-  /// What coordinate j hears of those before it. The terms are added in order, eight of them in a register.
+  /// What coordinate j hears of those before it. The terms are added in order; the sum stays in a register
+  /// for eight of them.
   Pack hear(const Block& block, Index j, Index at) const {
     const Scalar* const f = a_.feedback().row(j).data();
     const auto e = [&](Index i) { return ConstPack(block.errors + i * block.lanes + at); };
@@ -159,11 +167,11 @@ class SequentialRounding {
     const Scalar weight = a_.weights()[j];
     for (Index at = 0; at < block.lanes; at += pack) {
       const Pack heard = hear(block, j, at), y = gather(block, j, at);
-      const Pack value = quantize(block, j, group, at, y + ConstPack(block.feedback() + at) * heard);
+      const Pack value = quantize(block, j, group, at, y + ConstPack(block.of(FeedsBack) + at) * heard);
       const Pack error = y - value;
       Eigen::Map<Pack>(block.errors + j * block.lanes + at) = error;
-      Eigen::Map<Pack>(block.loss() + at) +=
-          weight * ((error + heard) * ConstPack(block.unit() + at)).square();
+      Eigen::Map<Pack>(block.of(Loss) + at) +=
+          weight * ((error + heard) * ConstPack(block.of(Unit) + at)).square();
     }
   }
 
@@ -179,7 +187,7 @@ class SequentialRounding {
 
   /// The lanes of a pack that are no padding.
   Index used(const Block& block, Index at) const {
-    return std::clamp<Index>(modes_ * static_cast<Index>(factors_.size()) * block.tokens - at, 0, pack);
+    return std::clamp<Index>(trials() * block.tokens - at, 0, pack);
   }
 
   /// Writes a pack's codes and returns what they stand for.
@@ -188,9 +196,12 @@ class SequentialRounding {
     Pack value = Pack::Zero();
     if constexpr (UniformQuantizer<Q>) {
       const UniformLevels<Scalar> shared = quantizer_.levels(block.params[group * block.lanes]);
-      const Pack code = shared.codes(target, ConstPack(block.divisor() + at), ConstPack(block.shift() + at));
-      for (Index l = 0; l < pack; ++l) codes[l] = static_cast<Code>(static_cast<int>(code[l]));
-      value = (code - ConstPack(block.origin() + at)) * ConstPack(block.step() + at);
+      Pack code = shared.codes(target, ConstPack(block.of(Divisor) + at), ConstPack(block.of(Shift) + at));
+      for (Index l = 0; l < pack; ++l) {
+        code[l] = code[l] > 0 ? code[l] : Scalar(0);  // what overflowed on the way may be no number
+        codes[l] = static_cast<Code>(static_cast<int>(code[l]));
+      }
+      value = (code - ConstPack(block.of(Origin) + at)) * ConstPack(block.of(Step) + at);
     } else {
       for (Index l = 0; l < used(block, at); ++l) {
         const Params& params = block.params[group * block.lanes + at + l];
@@ -211,12 +222,12 @@ class SequentialRounding {
         Index best = lane(block, mode, 0, token);
         for (std::size_t f = 1; f < factors_.size(); ++f) {
           const Index l = lane(block, mode, f, token);
-          if (block.loss()[l] < block.loss()[best]) best = l;
+          if (less(block.of(Loss)[l], block.of(Loss)[best])) best = l;
         }
         for (std::size_t f = 0; f < factors_.size(); ++f) {
           const Index l = lane(block, mode, f, token);
           if (l == best) continue;
-          block.loss()[l] = block.loss()[best];
+          block.of(Loss)[l] = block.of(Loss)[best];
           block.params[group * block.lanes + l] = block.params[group * block.lanes + best];
           for (Index j = group * group_size_; j < (group + 1) * group_size_; ++j) {
             block.errors[j * block.lanes + l] = block.errors[j * block.lanes + best];
@@ -232,7 +243,7 @@ class SequentialRounding {
       Index best = lane(block, 0, 0, token);
       if (modes_ > 1) {
         const Index other = lane(block, 1, 0, token);
-        if (block.loss()[other] < block.loss()[best]) best = other;
+        if (less(block.of(Loss)[other], block.of(Loss)[best])) best = other;
       }
       for (Index j = 0; j < dim_; ++j) codes[token * dim_ + j] = block.codes[j * block.lanes + best];
       for (Index g = 0; g < groups; ++g) params[token * groups + g] = block.params[g * block.lanes + best];

@@ -24,18 +24,18 @@ class StepSearch : public SensitiveRounding<StepSearch<R>, typename R::Scalar> {
  public:
   using typename Base::Scalar;
 
-  /// Throws `std::invalid_argument` for no factor, more than 64, or one that is not positive and below 100.
+  /// Throws `std::invalid_argument` for no factor, more than 16, or one that is not positive and below 100.
   StepSearch(const R& rounding, std::span<const double> factors)
       : Base(rounding.sensitivity()), factors_(factors.begin(), factors.end()), trials_(rounding.trials()) {
-    if (factors_.empty() || factors_.size() > 64)
-      detail::invalid_argument("StepSearch: factors has ", factors_.size(), " entries, expected 1 to 64");
+    if (factors_.empty() || factors_.size() > 16)
+      detail::invalid_argument("StepSearch: factors has ", factors_.size(), " entries, expected 1 to 16");
     for (const double factor : factors_)
       if (!(factor > 0 && factor < 100))
         detail::invalid_argument("StepSearch: a factor is ", factor, ", expected more than 0 and below 100");
   }
 
   const std::vector<double>& factors() const { return factors_; }
-  detail::RoundingTrials trials() const { return {factors_, trials_.feedback, trials_.plain}; }
+  detail::RoundingTrials trials() const { return {factors_, trials_.feedback, trials_.nearest}; }
 
   template <ScalableQuantizer Q>
   requires std::same_as<typename Q::Scalar, Scalar>

@@ -12,7 +12,8 @@ namespace wushkv {
 /// Levels one step apart, the closed form that quantizers with such levels may give
 /// (`levels(params)`) and that loops over many values use: `code = floor(clamp(x / divisor + shift, first,
 /// first + top)) - first`, `value = (code - origin) step`. `divisor` is the step, or infinite where that is
-/// zero, so that every value gets the code of zero.
+/// zero, so that every value gets the code of zero; `first` and `top` are the quantizer's, the same for all
+/// parameters.
 template <class Scalar>
 struct UniformLevels {
   Scalar divisor, shift, first, top, origin, step;
@@ -21,7 +22,7 @@ struct UniformLevels {
     const Scalar u = x / divisor + shift, last = first + top;
     return u >= first ? std::floor(u < last ? u : last) - first : Scalar(0);  // 0 for no number, too
   }
-  /// The same for an array of values with divisors and shifts of their own.
+  /// The same for an array of values with divisors and shifts of their own; for no number, any value.
   template <class Values, class Divisors, class Shifts>
   auto codes(const Values& x, const Divisors& divisors, const Shifts& shifts) const {
     return ((x / divisors + shifts).max(first).min(first + top).floor() - first).eval();

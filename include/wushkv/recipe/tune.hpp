@@ -46,6 +46,7 @@ template <HeadCodec C>
 double tuning_loss(const C& codec, const SquareMatrix<double>& sensitivity, const TuningTokens& tokens) {
   const Index d = static_cast<Index>(codec.head_dim());
   detail::check_shape("tuning_loss: sensitivity", sensitivity, d, d);
+  detail::check_finite("tuning_loss: sensitivity", sensitivity);
   detail::check_shape("tuning_loss: x", tokens.x, tokens.x.rows(), d);
   detail::check_shape("tuning_loss: weights", tokens.weights, tokens.x.rows(), 1);
   detail::check_finite("tuning_loss: weights", tokens.weights);
@@ -83,19 +84,19 @@ Tuned tune(std::span<const double> candidates, std::span<const HeadTransform> he
     detail::invalid_argument("tune: ", heads.size(), " heads and tokens of ", tokens.size(),
                              ", expected as many, at least one");
   Tuned best;
-  for (const double candidate : candidates) {
-    Tuned tried{candidate, 0};
+  for (std::size_t i = 0; i < candidates.size(); ++i) {
+    Tuned tried{candidates[i], 0};
     for (std::size_t h = 0; h < heads.size(); ++h)
-      tried.loss += tuning_loss(codec_of(heads[h], candidate), heads[h].sensitivity, tokens[h]);
-    if (candidate == candidates.front() || tried.loss < best.loss) best = tried;
+      tried.loss += tuning_loss(codec_of(heads[h], candidates[i]), heads[h].sensitivity, tokens[h]);
+    if (i == 0 || tried.loss < best.loss) best = tried;
   }
   return best;
 }
 
 /// `head` with other signs of the eigenvectors that its Hadamard transform mixes: each block `T = Had X`
 /// becomes `Had S X`, S diagonal of ±1, `signs` having one a coordinate. Energy and sensitivity stay as they
-/// are on average, which coordinate gets how much of a spike does not (design.md, *WUSH*). Throws
-/// `std::invalid_argument` for another number of signs, or one that is not 1 or -1.
+/// are on average, which coordinate gets how much of a spike does not (design.md, *WUSH*); nothing is tuned
+/// for it any more. Throws `std::invalid_argument` for another number of signs, or one that is not 1 or -1.
 inline HeadTransform with_signs(const HeadTransform& head, const Vector<double>& signs) {
   const Index dim = head.linear.dim();
   detail::check_shape("with_signs: signs", signs, dim, 1);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef WUSHKV_CALIBRATE_UPPER_FACTORS_HPP
-#define WUSHKV_CALIBRATE_UPPER_FACTORS_HPP
+#ifndef WUSHKV_CORE_UPPER_FACTORS_HPP
+#define WUSHKV_CORE_UPPER_FACTORS_HPP
 
 #include <limits>
 
@@ -35,4 +35,4 @@ inline UpperFactors upper_factors(SquareMatrix<double> a) {
 
 }  // namespace wushkv::detail
 
-#endif  // WUSHKV_CALIBRATE_UPPER_FACTORS_HPP
+#endif  // WUSHKV_CORE_UPPER_FACTORS_HPP
