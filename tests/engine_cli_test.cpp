@@ -166,7 +166,7 @@ class Workshop {
       REQUIRE(
           run("calibrate " + name + " -o " + name + ".stats --text text --sequences 4 --length 64").code ==
           0);
-      REQUIRE(run("build " + name + ".stats -o " + name + ".wush").code == 0);
+      REQUIRE(run("build " + name + ".stats -o " + name + ".wush --recipe paper").code == 0);
     }
   }
 
@@ -423,21 +423,21 @@ const std::vector<Verb> verbs = {
      {"output", "text", "self", "sequences", "length", "seed", "save-samples", "merge", "threads", "json"}},
     {"build",
      "build m.stats -o bad.wush",
-     {"group", "seed"},
+     {"group", "seed", "threads"},
      {"damping", "exponent"},
-     {"output", "transform", "group", "damping", "exponent", "seed", "json"}},
+     {"output", "recipe", "transform", "group", "damping", "exponent", "seed", "tune", "threads", "json"}},
     {"perplexity",
      "perplexity m --text text --context 32 --chunks 1 --quantizer quest",
      {"bits-k", "bits-v", "context", "chunks", "batch", "group", "params", "sink", "recent", "threads"},
      {},
      {"text", "quantizer", "bits-k", "bits-v", "codec", "context", "chunks", "batch", "exact-prefill",
-      "errors", "transforms", "stats", "group", "params", "sink", "recent", "threads", "json"}},
+      "errors", "allot-on", "transforms", "stats", "group", "params", "sink", "recent", "threads", "json"}},
     {"table",
      "table m --text text --stats m.stats --context 32 --chunks 1 --length 32 --bits 2",
      {"context", "chunks", "length", "sequences", "group", "params", "sink", "recent", "threads", "bits"},
      {},
-     {"text", "calibrate-on", "sequences", "length", "bits", "context", "chunks", "markdown", "stats",
-      "group", "params", "sink", "recent", "threads", "json"}},
+     {"text", "calibrate-on", "sequences", "length", "codecs", "bits", "context", "chunks", "markdown",
+      "stats", "group", "params", "sink", "recent", "threads", "json"}},
     {"generate",
      "generate m --prompt hi --tokens 2",
      {"tokens", "context", "top-k", "seed", "prefill", "group", "params", "sink", "recent", "threads"},
@@ -992,6 +992,74 @@ TEST_CASE("perplexity does not depend on how it is computed") {
   check_works("perplexity m --context 64 --chunks 1");  // the text that comes with the program
 }
 
+TEST_CASE("recipes, roundings, tuned codecs and signs by name") {
+  const auto measured = [](const std::string& options) {
+    return json_of("perplexity m --text text --context 48 --chunks 1 --errors " + options);
+  };
+  const auto error = [&](const std::string& codec) {
+    return measured("--stats m.stats --codec " + codec)["geometric_mean"].number;
+  };
+  const double best = error("best:2"), paper = error("paper:2");
+  CHECK(best == error("joint+minmax+feedback+search:2"));
+  CHECK(best == error("joint+minmax+search+feedback:2"));
+  CHECK(paper == error("wush+percentile:2"));
+  CHECK(best < paper);
+  CHECK(error("wush+quest+feedback:2") != error("wush+quest:2"));
+  CHECK(error("best+signs:2") < paper);
+  CHECK(error("joint+minmax+search:2") < error("joint+minmax:2"));
+  CHECK(error("oscar+lloyd+feedback:3") < error("oscar+lloyd:2"));
+  CHECK(error("hadamard+quest+feedback+search:3") < error("hadamard+quest:2"));
+  CHECK(error("joint+compact+feedback+search+signs:2") < paper);
+  CHECK(error("oscar+quest+tuned:3/2") > 0);
+  // Tuned once by build, or as the codec is named.
+  check_works("build m.stats -o t --recipe paper --tune percentile:2,quest:3,quest+feedback:2");
+  const double named = error("wush+percentile+tuned:2");
+  CHECK(measured("--transforms t --codec file+percentile+tuned:2")["geometric_mean"].number ==
+        doctest::Approx(named).epsilon(0.01));
+  CHECK(measured("--transforms t --codec file+quest+feedback+tuned:2")["geometric_mean"].number > 0);
+  check_refused("perplexity m --text text --context 48 --transforms t --codec file+percentile+tuned:3",
+                {"percentile:3", "--tune"});
+  check_works("build m.stats -o best");
+  CHECK(measured("--transforms best --codec file+minmax+feedback+search:2")["geometric_mean"].number ==
+        doctest::Approx(best).epsilon(0.01));
+  const std::string line = "perplexity m --text text --context 48 --stats m.stats --codec ";
+  for (const std::string name :
+       {"best", "best:0.5", "best:9", "best:8.5", "best:2.25.1", "best:nan", "best:1e9", "best:2.5/3",
+        "best+tuned:2", "wush+quest+feedback+feedback:2", "wush+quest+fed:2", "wush+minmax+tuned:2",
+        "wush+quest+tuned:2.5", "wush+quest+search+tuned:2", "wush+float+feedback", "none+bf16+search",
+        "file+quest+tuned+signs:2"})
+    check_refused(line + name, {"'" + name + "'", "expected"});
+  check_refused("perplexity m --text text --context 48 --codec hadamard+quest+feedback:2",
+                {"hadamard+quest+feedback:2", "--stats"});
+  check_refused("build m.stats -o bad.wush --recipe good", {"--recipe is 'good'", "best or paper"});
+  check_refused("build m.stats -o bad.wush --tune minmax:2", {"tuned"});
+  check_refused("table m --text text --stats m.stats --context 32 --bits 2 --codecs bf16",
+                {"bf16:2", "expected"});
+}
+
+TEST_CASE("bits that layers share out, and scales of eight bits") {
+  const auto bits = [](const std::string& options) {
+    return json_of("perplexity deep --text text --context 48 --chunks 1 --stats deep.stats " +
+                   options)["bits_per_element"]
+        .number;
+  };
+  const double parameters = bits("--codec best:2") - 2;
+  for (const std::string allotted : {"", " --allot-on text"})
+    for (const double average : {2.0, 2.25, 3.5}) {
+      char codec[32];
+      std::snprintf(codec, sizeof codec, "best:%.2f", average);
+      const double used = bits("--codec " + std::string(codec) + allotted) - parameters;
+      CHECK(used <= average + 1e-9);
+      CHECK(used > average - 0.5);
+    }
+  CHECK(bits("--codec wush+quest:2 --params 8") == doctest::Approx(3));
+  CHECK(bits("--codec joint+compact:2") == doctest::Approx(4));
+  CHECK(bits("--codec wush+lloyd:2 --params 8") == doctest::Approx(3));
+  for (const std::string codec : {"wush+minmax:2", "wush+percentile:2"})
+    check_refused("perplexity m --text text --context 48 --stats m.stats --params 8 --codec " + codec,
+                  {"8 bits", "compact"});
+}
+
 TEST_CASE("table has every row") {
   const Strings rows = {"none+minmax",
                         "hadamard+quest",
@@ -1000,7 +1068,13 @@ TEST_CASE("table has every row") {
                         "random+lloyd (TurboQuant-style)",
                         "hadamard+percentile",
                         "oscar+percentile",
-                        "wush+percentile"};
+                        "wush+percentile",
+                        "wush+percentile tuned",
+                        "joint+quest",
+                        "joint+affine search",
+                        "wush+quest feedback",
+                        "joint+quest feedback",
+                        "joint+affine feedback search"};
   const std::string base = "table m --text text --context 48 --chunks 1 --length 48 --sequences 2 ";
   for (const std::string options : {"--bits 2 --stats m.stats", "--bits 4,2 --calibrate-on text", "--bits 3",
                                     "--bits 1 --stats m.stats --sink 2 --recent 8 --group 4 --params 32"}) {

@@ -241,3 +241,44 @@ TEST_CASE("bad input is refused") {
           static_cast<void>(load_transforms(file_of_nothing));
         }).find("square matrices") != std::string::npos);
 }
+
+TEST_CASE("tuned parameters come back, and what is no parameter is refused") {
+  test::Random random(870);
+  const auto head = [&] { return HeadTransform(BlockTransform(Dense<double>(random.definite(4)), 1)); };
+  ModelTransforms transforms{{{{head(), head()}, {head(), head()}}}, {}};
+  auto& keys = transforms.layers[0].keys;
+  for (std::size_t h = 0; h < 2; ++h)
+    keys[h].tuned = {{"quest:2", 1.1 + static_cast<double>(h)}, {"odd name", .9}};
+  const test::TemporaryFile file("tuned.safetensors");
+  save_transforms(file.path(), transforms);
+  const ModelTransforms back = load_transforms(file.path());
+  for (std::size_t h = 0; h < 2; ++h) {
+    CHECK(back.layers[0].keys[h].tuned == keys[h].tuned);
+    CHECK(back.layers[0].values[h].tuned.empty());
+  }
+  const auto refused = [&](const char* part) {
+    CHECK_REFUSED(save_transforms(file.path(), transforms), part);
+  };
+  keys[1].tuned["quest:2"] = 0;
+  refused("tuned");
+  keys[1].tuned["quest:2"] = test::nan;
+  refused("tuned");
+  keys[1].tuned.erase("quest:2");
+  refused("tuned for 1 and 2");
+  keys[0].tuned.clear();
+  refused("tuned for 1 and 0");
+  // As files, with a writer of one's own.
+  for (const double bad : {0.0, -1.0, test::nan}) {
+    SafetensorsWriter writer;
+    writer.set_metadata("format", "wushkv-transforms-1");
+    writer.set_metadata("layers", "1");
+    writer.set_metadata("convention", "column");
+    const Batch<double> identity = Batch<double>::Identity(2, 2);
+    for (const char* name : {"k.0", "k_inv.0", "v_t.0", "v_inv_t.0"})
+      writer.add(name, TensorShape{1, 1, 2, 2}, identity);
+    writer.add("v_tuned.0:quest:2", Vector<double>(Vector<double>::Constant(1, bad)));
+    writer.save(file.path());
+    CHECK(test::message_of<FileError>([&] { load_transforms(file.path()); }).find("v_tuned.0:quest:2") !=
+          std::string::npos);
+  }
+}

@@ -5,8 +5,10 @@
 #include <cstdint>
 #include <stdexcept>
 #include <string_view>
+#include <utility>
 
 #include "engine/arguments.hpp"
+#include "wushkv/recipe/recipes.hpp"
 
 namespace engine {
 namespace {
@@ -31,8 +33,11 @@ CodecChoice parse_codec(const std::string& name) {
   }
   const std::size_t colon = std::min(name.find(':'), name.size());
   std::string parts = name.substr(0, colon);
-  if (parts == "best") parts = "joint+minmax+feedback+search";
-  if (parts == "paper") parts = "wush+percentile";
+  for (const auto& [recipe, meaning] :
+       {std::pair{wushkv::BestRecipe<float>::name, "joint+minmax+feedback+search"},
+        std::pair{wushkv::PaperRecipe<float>::name, "wush+percentile"}})
+    if (parts == recipe || parts.starts_with(std::string(recipe) + "+"))
+      parts.replace(0, recipe.size(), meaning);
   std::size_t plus = parts.find('+');
   if (plus == std::string::npos)
     throw std::invalid_argument("wushkv-lm: codec '" + name + "' is unknown, expected " + expected);
