@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "activations.hpp"
+#include "wushkv/calibrate/build.hpp"
 #include "wushkv/measure/measure.hpp"
 #include "wushkv/quantize/quantize.hpp"
 #include "wushkv/recipe/recipes.hpp"

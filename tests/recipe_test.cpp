@@ -4,6 +4,7 @@
 #include <set>
 
 #include "support.hpp"
+#include "wushkv/calibrate/build.hpp"
 #include "wushkv/quantize/quest.hpp"
 #include "wushkv/recipe/tune.hpp"
 #include "wushkv/transform/group_hadamard.hpp"

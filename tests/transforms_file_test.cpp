@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "wushkv/calibrate/build.hpp"
 #include "wushkv/io/transforms.hpp"
 
 #include "support.hpp"
 #include "temporary_file.hpp"
+#include "wushkv/calibrate/build.hpp"
 
 using namespace wushkv;
 

@@ -2,11 +2,11 @@
 #ifndef WUSHKV_CALIBRATE_BUILD_HPP
 #define WUSHKV_CALIBRATE_BUILD_HPP
 
-#include <cstdint>
 #include <string_view>
 #include <utility>
 #include <vector>
 
+#include "wushkv/calibrate/build_options.hpp"
 #include "wushkv/calibrate/construction.hpp"
 #include "wushkv/calibrate/layer_transforms.hpp"
 #include "wushkv/calibrate/loss_spectrum.hpp"
@@ -17,27 +17,6 @@
 #include "wushkv/transform/identity.hpp"
 
 namespace wushkv {
-
-struct BuildOptions {
-  Construction construction = Construction::Wush;
-  /// Coordinates that share a scale, 0 for the whole head. Hadamard, RotateKV and WUSH are block diagonal by
-  /// it (RotateKV up to its permutation); the others mix the whole head.
-  Index key_group_size = 0, value_group_size = 0;
-  /// The damping and the exponent of the WUSH constructions; the damping is every construction's for its
-  /// sensitivity.
-  double damping = WushOptions{}.damping, exponent = WushOptions{}.exponent;
-  /// Above 0, the noise factor kappa of a quantizer (`noise_factor`): each head then gets the exponent with
-  /// which feedback rounding is predicted to lose least (`choose_exponent`), in place of `exponent`. For
-  /// groups of a whole head only.
-  double choose_exponent_for = 0;
-  /// Scale the WUSH constructions so that what the cache stores has unit mean square on the calibration
-  /// tokens (`Joint`: unit mean square weighted by `tr H_t`); else c = 1.
-  bool unit_mean_square = true;
-  /// Of the random rotation, which all heads share.
-  std::uint64_t seed = 0;
-  /// The widths that the transforms are meant for, 0 if not known. None depends on them; files record them.
-  int key_bits = 0, value_bits = 0;
-};
 
 namespace detail {
 

@@ -5,27 +5,13 @@
 #include <cmath>
 #include <vector>
 
+#include "wushkv/calibrate/build_options.hpp"
 #include "wushkv/calibrate/linear_algebra.hpp"
 #include "wushkv/transform/block_diagonal.hpp"
 #include "wushkv/transform/dense.hpp"
 #include "wushkv/transform/hadamard.hpp"
 
 namespace wushkv {
-
-/// The exponent that goes with feedback rounding: its noise is shaped, so the transform may lean toward
-/// whitening the cache (design.md, *Feedback rounding*).
-inline constexpr double feedback_exponent = 0.75;
-
-/// How WUSH is built (arXiv 2609.38121; design.md, *WUSH*).
-struct WushOptions {
-  /// gamma: `M` and `H` each get `gamma tr/d` on the diagonal.
-  double damping = 1e-2;
-  /// p of `Lambda^{-p/2}`: 1/2 is WUSH, 1 whitens the cache, 0.75 goes with feedback rounding.
-  double exponent = 0.5;
-  /// The number of tokens that `M` sums over: c is then chosen so that what the cache stores has unit mean
-  /// square on them. 0 leaves c = 1.
-  double tokens = 0;
-};
 
 namespace detail {
 

@@ -9,10 +9,12 @@
 #include <utility>
 #include <vector>
 
-#include "wushkv/calibrate/build.hpp"
+#include "wushkv/calibrate/build_options.hpp"
+#include "wushkv/calibrate/layer_transforms.hpp"
 #include "wushkv/io/layer_count.hpp"
 #include "wushkv/io/safetensors.hpp"
 #include "wushkv/transform/kronecker.hpp"
+#include "wushkv/transform/orthogonal.hpp"
 
 namespace wushkv {
 

@@ -5,7 +5,8 @@
 #include <limits>
 #include <string_view>
 
-#include "wushkv/calibrate/build.hpp"
+#include "wushkv/calibrate/build_options.hpp"
+#include "wushkv/calibrate/layer_transforms.hpp"
 #include "wushkv/codec/codec.hpp"
 #include "wushkv/quantize/affine.hpp"
 #include "wushkv/quantize/step_search.hpp"
