@@ -19,6 +19,8 @@
 
 #include "gguf_writer.hpp"
 #include "temporary_file.hpp"
+#include "wushkv/io/statistics.hpp"
+#include "wushkv/io/transforms.hpp"
 
 namespace {
 
@@ -1058,6 +1060,150 @@ TEST_CASE("bits that layers share out, and scales of eight bits") {
   for (const std::string codec : {"wush+minmax:2", "wush+percentile:2"})
     check_refused("perplexity m --text text --context 48 --stats m.stats --params 8 --codec " + codec,
                   {"8 bits", "compact"});
+}
+
+TEST_CASE("what build tuned is what a codec's name tunes") {
+  const std::string tune = " --tune quest:2,percentile:2,quest:2/3,quest+feedback:2,percentile+search:3";
+  const auto of_file = [](const std::string& codec) {
+    return perplexity_of("--transforms t --codec file+" + codec);
+  };
+  const auto named = [](const std::string& codec) {
+    return perplexity_of("--stats m.stats --codec wush+" + codec);
+  };
+  check_works("build m.stats -o t --transform wush" + tune);
+  for (const std::string codec :
+       {"quest+tuned:2", "percentile+tuned:2", "quest+tuned:2/3", "percentile+search+tuned:3"})
+    CHECK_MESSAGE(of_file(codec) == named(codec), codec);
+  CHECK(of_file("quest+tuned:2") != of_file("quest:2"));
+  // What is not in the file is refused by its name, whatever else is.
+  for (const std::string codec : {"quest+tuned:3", "percentile+feedback+tuned:2", "percentile+tuned:4/2"}) {
+    const std::string name = codec.substr(0, codec.find("+tuned")) + codec.substr(codec.find(':'), 2);
+    const Strings says = {"not tuned for " + name, "expected", "--tune " + name};
+    check_refused("perplexity m --text text --context 48 --transforms t --codec file+" + codec, says);
+    check_refused("generate m --prompt hi --transforms t --codec file+" + codec, says);
+    // Before the work on the first.
+    check_refused(
+        "needle m --text text --trials 1048576 --lengths 220 --transforms t --codecs bf16,file+" + codec,
+        says);
+  }
+  // Feedback's codecs lean toward whitening.
+  check_works("build m.stats -o t --transform wush --exponent 0.75" + tune);
+  CHECK(of_file("quest+feedback+tuned:2") == named("quest+feedback+tuned:2"));
+  check_works("build m.stats -o u --transform wush --exponent 0.75 --threads 1" + tune);
+  CHECK(read(path("u")) == read(path("t")));
+  for (const std::string list : {"quest", "quest:9", "quest:2.5", "minmax:2", "quest+tuned:2",
+                                 "quest+signs:2", "wush+quest:2", "float", "quest+search:2"})
+    check_refused("build m.stats -o bad.wush --tune percentile:2," + list, {"expected"});
+  check_refused("build m.stats -o bad.wush --tune quest:2,", {"empty part"});
+}
+
+TEST_CASE("statistics and transforms that lack what a codec needs are refused") {
+  // Files of before there were samples, attention-aware sums and sensitivities.
+  const auto all = wushkv::load_statistics(path("m.stats"));
+  std::vector<wushkv::LayerStatistics> unsampled, unaware;
+  for (const wushkv::LayerStatistics& layer : all) {
+    wushkv::LayerStatistics::Sums without_sample = layer.sums(), without_attention = layer.sums();
+    without_sample.sample.reset();
+    without_attention.attention.reset();
+    unsampled.emplace_back(layer.heads(), std::move(without_sample));
+    unaware.emplace_back(layer.heads(), std::move(without_attention));
+  }
+  wushkv::save_statistics(path("unsampled.stats"), unsampled);
+  wushkv::save_statistics(path("unaware.stats"), unaware);
+  wushkv::ModelTransforms transforms = wushkv::load_transforms(path("m.wush"));
+  for (wushkv::LayerTransforms& layer : transforms.layers)
+    for (auto* const side : {&layer.keys, &layer.values})
+      for (wushkv::HeadTransform& head : *side) head.sensitivity.resize(0, 0);
+  wushkv::save_transforms(path("insensitive.wush"), transforms);
+
+  const Strings no_sample = {"no sample of tokens", "expected", "'calibrate'"},
+                no_attention = {"attention-aware sums", "expected"};
+  const std::string line = "perplexity m --text text --context 48 --chunks 1 --codec ";
+  for (const std::string codec : {"wush+percentile+tuned:2", "oscar+quest+signs:2", "best+signs:2.25"})
+    check_refused(line + codec + " --stats unsampled.stats", no_sample);
+  for (const std::string codec : {"best:2", "joint+quest:2", "wush-a+quest:2", "best:2.25"})
+    check_refused(line + codec + " --stats unaware.stats", no_attention);
+  check_refused(line + "wush+quest:2.25 --stats unaware.stats", no_attention);
+  check_refused(line + "file+quest:2.25 --stats unaware.stats --transforms m.wush", no_attention);
+  check_refused("build unaware.stats -o bad.wush", no_attention);
+  check_refused("build unsampled.stats -o bad.wush --tune quest:2", no_sample);
+  check_refused("table m --text text --context 32 --bits 2 --stats unsampled.stats", no_sample);
+  check_refused("table m --text text --context 32 --bits 2 --stats unaware.stats", no_attention);
+  check_refused("calibrate m -o bad.stats --text text --sequences 1 --length 8 --merge unaware.stats",
+                {"--merge", "attention-aware sums"});
+  // The rest does not need them.
+  check_works(line + "best:2 --stats unsampled.stats");
+  check_works(line + "best:2.25 --stats unsampled.stats");
+  check_works(line + "paper:2 --stats unaware.stats");
+  check_works(line + "paper:2.25 --stats unaware.stats --allot-on text");
+  check_works("build unaware.stats -o old.wush --recipe paper --tune quest:2");
+
+  const Strings insensitive = {"feedback or search", "expected transforms of statistics"};
+  for (const std::string codec : {"file+quest+feedback:2", "file+minmax+search:2"}) {
+    check_refused(line + codec + " --transforms insensitive.wush", insensitive);
+    check_refused(
+        "needle m --text text --trials 1048576 --lengths 220 --transforms insensitive.wush "
+        "--codecs bf16," +
+            codec,
+        insensitive);
+  }
+  check_works(line + "file+quest:2 --transforms insensitive.wush");
+  for (const std::string codec :
+       {"none+minmax+search:2", "random+quest+feedback:2", "hadamard+percentile+tuned:2",
+        "hadamard+quest+signs:2", "hadamard+quest:2.5"})
+    check_refused(line + codec, {codec, "--stats FILE"});
+  for (const std::string codec : {"file+quest+signs:2", "file+quest:2.5"})
+    check_refused(line + codec + " --transforms m.wush", {codec, "--stats FILE"});
+}
+
+TEST_CASE("all that a codec's name may ask for goes without a transform, too") {
+  const auto measured = [](const std::string& codec) {
+    return json_of("perplexity m --text text --context 48 --chunks 1 --stats m.stats --errors --codec " +
+                   codec);
+  };
+  const double plain = measured("none+quest:2")["geometric_mean"].number;
+  CHECK(measured("none+quest+search:2")["geometric_mean"].number != plain);
+  CHECK(measured("none+quest+feedback:2")["geometric_mean"].number != plain);
+  CHECK(measured("none+quest+tuned:2")["geometric_mean"].number <= 1.1 * plain);
+  CHECK(measured("none+quest+signs:2")["geometric_mean"].number != plain);
+  CHECK(measured("none+quest:2.25")["bits_per_element"].number <=
+        measured("none+quest:2")["bits_per_element"].number + 0.25);
+  // Without statistics there is nothing to fold.
+  CHECK(
+      json_of(
+          "perplexity m --text text --context 48 --chunks 1 --errors --codec none+quest:2")["geometric_mean"]
+          .number == doctest::Approx(plain).epsilon(1e-3));
+}
+
+TEST_CASE("what comes with a codec must be of use to it") {
+  for (const std::string codec : {"best:2", "bf16"})
+    check_refused("perplexity m --text text --context 48 --stats m.stats --allot-on text --codec " + codec,
+                  {"--allot-on", "a fraction of bits"});
+  check_refused("perplexity m --text text --context 48 --allot-on text", {"--allot-on", "best:2.25"});
+  const std::string allotted =
+      "perplexity m --text text --context 48 --stats m.stats --codec best:2.25 --allot-on ";
+  check_refused(allotted + "none.txt", {"none.txt", "cannot be read"});
+  check_refused(allotted + "empty", {"empty"});
+  check_refused(allotted + "short", {"40 tokens", "expected"});
+  check_refused("table m --text text --stats m.stats --context 32 --bits 2 --codecs best,paper,best",
+                {"--codecs has 'best' twice"});
+  for (const std::string codecs : {"best:2", "none+float", "best,quest", "best,"})
+    check_refused("table m --text text --stats m.stats --context 32 --bits 2 --codecs " + codecs,
+                  {"expected"});
+  check_refused("needle m --text text --trials 1048576 --lengths 220 --params 8 --codecs bf16,none+minmax:2",
+                {"8 bits", "compact"});
+  const Json rows = json_of(
+      "table m --text text --stats m.stats --context 32 --chunks 1 --bits 2,3 "
+      "--codecs best,wush+quest+tuned,oscar+lloyd+signs");
+  for (const Json& column : rows["error"].values) {
+    CHECK(column.size() == 3);
+    for (const char* row : {"best", "wush+quest+tuned", "oscar+lloyd+signs"})
+      CHECK(column[row]["geometric_mean"].finite());
+  }
+  check_works("generate m --prompt hi --tokens 3 --codec best+signs:2.25 --stats m.stats --recent 8");
+  check_works(
+      "needle m --text text --lengths 220 --depths 50 --trials 1 --stats m.stats --codecs "
+      "best:2,best:2.25,wush+quest+tuned:2");
 }
 
 TEST_CASE("table has every row") {

@@ -18,7 +18,9 @@
 #include <variant>
 #include <vector>
 
+#include "engine/codec_choice.hpp"
 #include "engine/gguf.hpp"
+#include "engine/head_codec.hpp"
 #include "engine/kv_cache.hpp"
 #include "engine/threads.hpp"
 #include "engine/tokenizer.hpp"
@@ -848,7 +850,7 @@ TEST_CASE("every quantizer makes a cache") {
   const Model model = load(make_llama());
   const Tokens tokens = random_tokens(random, 40);
   Runner exact(model);
-  for (const std::string name : {"bf16", "quest", "percentile", "minmax", "lloyd"}) {
+  for (const std::string name : {"bf16", "quest", "percentile", "minmax", "lloyd", "compact"}) {
     CAPTURE(name);
     CacheSettings settings;
     settings.quantizer = engine::quantizer_from_string(name);
@@ -916,6 +918,241 @@ TEST_CASE("cache settings out of range are refused") {
   CHECK(!message([](CacheSettings& s) { s.group_size = 5; }).empty());
   CHECK(!message([](CacheSettings& s) { s.sink = -1; }).empty());
   CHECK(!message([](CacheSettings& s) { s.recent = -1; }).empty());
+  const auto has = [&](const char* part, const std::function<void(CacheSettings&)>& apply) {
+    const std::string said = message(apply);
+    CHECK_MESSAGE(said.find(part) != said.npos, "expected '", part, "' in '", said, "'");
+  };
+  has("settings of 2 layers came, expected none or the model's 3", [](CacheSettings& s) {
+    s.layers = {{2, 2}, {2, 2}};
+  });
+  CHECK(!message([](CacheSettings& s) { s.layers = {{2, 2}, {2, 9}, {2, 2}}; }).empty());
+  has("not tuned for quest:2, expected those of a 'build' with --tune quest:2",
+      [](CacheSettings& s) { s.tuned = true; });
+  for (const auto& [feedback, search] : {std::pair(true, false), {false, true}, {true, true}})
+    has("expected transforms of statistics", [&, f = feedback, s = search](CacheSettings& settings) {
+      settings.rounding = {f, s};
+    });
+  for (const QuantizerKind kind : {QuantizerKind::MinMax, QuantizerKind::Percentile})
+    has("of 8 bits asked for, expected 16 or 32 bits, or the quantizer compact", [kind](CacheSettings& s) {
+      s.quantizer = kind;
+      s.param_bits = 8;
+    });
+}
+
+TEST_CASE("bits by layer give, layer by layer, what the same bits give throughout") {
+  Random random(16);
+  const Model model = load(make_qwen3());
+  const Tokens tokens = random_tokens(random, 40);
+  const Parts parts = {{1, 25}, {0, 15}};
+  auto transforms = random_transforms(random, model.config.layers, model.config.heads);
+  for (LayerTransforms& layer : transforms)
+    for (auto* const side : {&layer.keys, &layer.values})
+      for (wushkv::HeadTransform& head : *side)
+        for (const int bits : {2, 3, 4, 8})
+          head.tuned["quest:" + std::to_string(bits)] = random.uniform(0.7, 1.3);
+  // The first two differ, and have pages of one size.
+  const std::vector<wushkv::LayerBits> bits = {{2, 4}, {4, 2}, {3, 8}};
+  for (const bool tuned : {false, true}) {
+    CAPTURE(tuned);
+    CacheSettings settings;
+    settings.quantizer = QuantizerKind::Quest;
+    settings.sequences = 2;
+    settings.capacity = 25;  // no more than the longer one takes
+    settings.tuned = tuned;
+    std::vector<std::unique_ptr<Runner>> uniform;
+    for (const wushkv::LayerBits& layer : bits) {
+      settings.key_bits = layer.keys;
+      settings.value_bits = layer.values;
+      uniform.push_back(std::make_unique<Runner>(model, settings, 1, transforms));
+    }
+    settings.layers = bits;
+    Runner mixed(model, settings, 1, transforms);
+    settings = {};
+    settings.sequences = 2;
+    Runner exact(model, settings);
+    std::vector<Probe> probes = {{mixed.path()}};
+    for (const auto& runner : uniform) probes.push_back({runner->path()});
+    for (int time = 0; time < 2; ++time) {  // again, from pages that were given back
+      for (const Index sequence : {0, 1}) {
+        exact.cache().truncate(sequence, 0);
+        for (Probe& probe : probes) probe.path.cache->truncate(sequence, 0);
+      }
+      exact.feed(tokens, parts, {}, probes);
+    }
+    double pages = 0;
+    for (std::size_t l = 0; l < bits.size(); ++l) {
+      CHECK(probes[0].errors[l].error == probes[l + 1].errors[l].error);
+      for (std::size_t other = 0; other < bits.size(); ++other)
+        if (other != l) CHECK(probes[0].errors[l].error != probes[other + 1].errors[l].error);
+      const engine::CacheUsage usage = uniform[l]->cache().usage();
+      CHECK(usage.bits_per_element == doctest::Approx((bits[l].keys + bits[l].values) / 2.0 + 1));
+      pages += static_cast<double>(usage.page_bytes) / 3;
+    }
+    const engine::CacheUsage usage = mixed.cache().usage();
+    CHECK(usage.tokens == 40);
+    CHECK(usage.bits_per_element == doctest::Approx((6 + 6 + 11) / 6.0 + 1));
+    CHECK(static_cast<double>(usage.page_bytes) == doctest::Approx(pages));
+  }
+}
+
+// ---- Codecs ----
+
+/// Codes and parameters, as bytes.
+struct Encoded {
+  std::vector<std::byte> codes, params;
+  friend bool operator==(const Encoded&, const Encoded&) = default;
+};
+
+constexpr Index coded_dim = 16, coded_group = 8;
+
+template <class Rounding, class Quantizer>
+Encoded encoded(const Rounding& rounding, const Quantizer& quantizer, const Batch<float>& y, bool batch) {
+  const auto size = static_cast<std::size_t>(y.size()), group = std::size_t{coded_group};
+  std::vector<wushkv::code_t<Quantizer>> codes(size);
+  std::vector<typename Quantizer::Params> params(size / group);
+  const std::span<const float> in(y.data(), size);
+  const std::span<wushkv::code_t<Quantizer>> out(codes);
+  const std::span<typename Quantizer::Params> of_groups(params);
+  if constexpr (wushkv::BatchRounding<Rounding, Quantizer>)
+    if (batch) rounding.encode_batch(quantizer, in, y.rows(), coded_group, out, of_groups);
+  constexpr bool only_single = !wushkv::BatchRounding<Rounding, Quantizer>;
+  const std::size_t dim = coded_dim;
+  for (std::size_t t = 0; (only_single || !batch) && t < static_cast<std::size_t>(y.rows()); ++t)
+    rounding.encode(quantizer, in.subspan(t * dim, dim), coded_group, out.subspan(t * dim, dim),
+                    of_groups.subspan(t * dim / group, dim / group));
+  const auto bytes = [](auto& values) {
+    const auto all = std::as_bytes(std::span(values));
+    return std::vector<std::byte>(all.begin(), all.end());
+  };
+  return {bytes(codes), bytes(params)};
+}
+
+template <class Quantizer>
+void check_roundings(const Quantizer& quantizer, const std::string& name) {
+  CAPTURE(name);
+  static_assert(wushkv::ScalableQuantizer<Quantizer>);  // a search would silently be none
+  Random random(17);
+  const Batch<float> y = 2 * random.batch<float>(7, coded_dim);
+  const wushkv::HeadTransform head(
+      wushkv::BlockTransform(wushkv::Dense<double>(wushkv::SquareMatrix<double>::Identity(16, 16)), 1),
+      wushkv::Vector<double>::Zero(coded_dim), random.definite(coded_dim));
+  const auto sensitivity = wushkv::sensitivity_of<float>(head);
+  const std::span<const double> factors = name == "quest" || name == "lloyd"
+                                              ? std::span<const double>(wushkv::quest_step_factors)
+                                              : wushkv::affine_range_factors;
+  std::vector<Encoded> all;
+  const auto check = [&](engine::RoundingChoice choice, const auto& own) {
+    CAPTURE(choice.feedback);
+    CAPTURE(choice.search);
+    engine::QuantizerSettings settings;
+    settings.kind = engine::quantizer_from_string(name);
+    settings.rounding = choice;
+    const engine::AnyRounding any = engine::rounding_of(settings, &head);
+    for (const bool batch : {false, true})
+      CHECK((encoded(any, quantizer, y, batch) == encoded(own, quantizer, y, batch)));
+    const Encoded single = encoded(any, quantizer, y, false);
+    CHECK((single == encoded(any, quantizer, y, true)));
+    for (const Encoded& other : all) CHECK((single.codes != other.codes));
+    all.push_back(single);
+  };
+  const wushkv::Feedback<float> feedback(sensitivity);
+  const wushkv::SensitiveNearest<float> nearest(sensitivity);
+  check({}, wushkv::Nearest());
+  check({.search = true}, wushkv::StepSearch(nearest, factors));
+  check({.feedback = true}, feedback);
+  check({.feedback = true, .search = true}, wushkv::StepSearch(feedback, factors));
+}
+
+TEST_CASE("the engine's roundings are the library's own, code for code") {
+  engine::QuantizerSettings settings;
+  settings.bits = 3;
+  check_roundings(engine::quest_quantizer<Eigen::half>(settings), "quest");
+  check_roundings(engine::quest_quantizer<wushkv::Log8>(settings), "quest");
+  check_roundings(engine::lloyd_quantizer<wushkv::Log8>(settings), "lloyd");
+  check_roundings(engine::compact_quantizer(settings), "compact");
+  check_roundings(engine::affine_quantizer<float>(settings), "minmax");
+  settings.kind = QuantizerKind::Percentile;
+  check_roundings(engine::affine_quantizer<Eigen::half>(settings), "percentile");
+}
+
+TEST_CASE("codec names with every combination of flags") {
+  const std::vector<std::string> flags = {"feedback", "search", "tuned", "signs"};
+  for (const std::string quantizer : {"quest", "percentile", "minmax", "lloyd", "compact"})
+    for (unsigned chosen = 0; chosen < 16; ++chosen) {
+      std::string forward = "oscar+" + quantizer, backward = forward;
+      for (std::size_t i = 0; i < 4; ++i) {
+        if ((chosen >> i & 1U) != 0) forward += "+" + flags[i];
+        if ((chosen >> (3 - i) & 1U) != 0) backward += "+" + flags[3 - i];
+      }
+      const bool feedback = (chosen & 1U) != 0, search = (chosen & 2U) != 0, tuned = (chosen & 4U) != 0,
+                 signs = (chosen & 8U) != 0;
+      const bool has_parameter = quantizer == "quest" || quantizer == "percentile";
+      for (const std::string& codec : {forward, backward})
+        for (const std::string bits : {":3", ":3/2", ":2.25"}) {
+          CAPTURE(codec + bits);
+          const bool fraction = bits == ":2.25";
+          if (tuned && (!has_parameter || fraction || (search && quantizer == "quest"))) {
+            CHECK_REFUSED(engine::parse_codec(codec + bits), !has_parameter ? "expected quest or percentile"
+                                                             : fraction     ? "expected one width"
+                                                                            : "tuned and searches");
+            continue;
+          }
+          const engine::CodecChoice choice = engine::parse_codec(codec + bits);
+          CHECK(choice.name == codec + bits);
+          CHECK(choice.construction == wushkv::Construction::Oscar);
+          CHECK(choice.quantizer == engine::quantizer_from_string(quantizer));
+          CHECK(choice.key_bits == (fraction ? 2 : 3));
+          CHECK(choice.value_bits == (bits == ":3" ? 3 : 2));
+          CHECK(choice.average_bits == (fraction ? 2.25 : 0));
+          CHECK(choice.rounding.feedback == feedback);
+          CHECK(choice.rounding.search == search);
+          CHECK(choice.tuned == tuned);
+          CHECK(choice.signs == signs);
+          CHECK_FALSE(choice.from_file);
+        }
+    }
+  const engine::CodecChoice best = engine::parse_codec("best+signs:2"),
+                            paper = engine::parse_codec("paper:3");
+  CHECK(best.construction == wushkv::Construction::Joint);
+  CHECK(best.quantizer == QuantizerKind::MinMax);
+  CHECK((best.rounding.feedback && best.rounding.search && best.signs && !best.tuned));
+  CHECK(paper.construction == wushkv::Construction::Wush);
+  CHECK(paper.quantizer == QuantizerKind::Percentile);
+  CHECK_FALSE((paper.rounding.feedback || paper.rounding.search || paper.signs || paper.tuned));
+  CHECK(engine::parse_codec("file+quest+tuned:2").from_file);
+  CHECK(engine::parse_codec("best:8.0").average_bits == 8);
+}
+
+TEST_CASE("codec names that are none are refused by what is wrong") {
+  const auto refused = [](const std::string& name, const char* part) {
+    CAPTURE(name);
+    const std::string message = message_of([&] { engine::parse_codec(name); });
+    CHECK(message.find("'" + name + "'") != message.npos);
+    CHECK(message.find(part) != message.npos);
+    CHECK(message.find("expected") != message.npos);
+  };
+  refused("wush+quest+fed:2", "has 'fed', which it cannot");
+  refused("wush+quest+:2", "has '', which it cannot");
+  refused("wush+quest+quest:2", "has 'quest', which it cannot");
+  for (const std::string flag : {"feedback", "search", "tuned", "signs"}) {
+    const std::string part = "has '" + flag + "', which it cannot";
+    refused("wush+percentile+" + flag + "+" + flag + ":2", part.c_str());
+    refused("none+float+" + flag, part.c_str());
+    refused("none+bf16+" + flag, part.c_str());
+    if (flag == "feedback" || flag == "search") refused("best+" + flag + ":2", part.c_str());
+  }
+  refused("best+tuned:2", "is tuned, expected quest or percentile");
+  refused("wush+minmax+tuned:2", "is tuned, expected quest or percentile");
+  refused("wush+quest+tuned:2.5", "tuned for a fraction of bits, expected one width");
+  refused("wush+quest+search+tuned:2", "tuned and searches, expected one of them");
+  refused("file+quest+tuned+signs:2", "chooses signs");
+  for (const std::string bits : {"",        ":",      ":0",     ":9",   ":0.5",  ":0.99",  ":8.5",    ":9.0",
+                                 ":2.25.1", ":nan",   ":inf",   ":1e9", ":1.e9", ":1.e99", ":-1.e99", ":-2.5",
+                                 ":.",      ":2.5/3", ":3/2.5", ":2,5", ":+2",   ": 2.5"})
+    refused("best" + bits, "has the wrong bits");
+  refused("none+bf16:2", "has the wrong bits");
+  refused("better:2", "is unknown");
+  refused("float:2", "is unknown");
 }
 
 }  // namespace

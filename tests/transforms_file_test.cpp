@@ -265,12 +265,21 @@ TEST_CASE("tuned parameters come back, and what is no parameter is refused") {
   refused("tuned");
   keys[1].tuned["quest:2"] = test::nan;
   refused("tuned");
+  keys[1].tuned["quest:2"] = test::infinity;
+  refused("tuned");
   keys[1].tuned.erase("quest:2");
   refused("tuned for 1 and 2");
+  keys[1].tuned["quest:3"] = 1;
+  refused("k.0 head 1 is not tuned for 'quest:2', expected the same names for all heads");
+  keys[1].tuned.erase("quest:3");
   keys[0].tuned.clear();
   refused("tuned for 1 and 0");
   // As files, with a writer of one's own.
-  for (const double bad : {0.0, -1.0, test::nan}) {
+  for (const Vector<double>& bad :
+       {Vector<double>(Vector<double>::Zero(1)), Vector<double>(Vector<double>::Constant(1, -1)),
+        Vector<double>(Vector<double>::Constant(1, test::nan)),
+        Vector<double>(Vector<double>::Constant(1, test::infinity)), Vector<double>(Vector<double>::Ones(2)),
+        Vector<double>(0)}) {
     SafetensorsWriter writer;
     writer.set_metadata("format", "wushkv-transforms-1");
     writer.set_metadata("layers", "1");
@@ -278,7 +287,7 @@ TEST_CASE("tuned parameters come back, and what is no parameter is refused") {
     const Batch<double> identity = Batch<double>::Identity(2, 2);
     for (const char* name : {"k.0", "k_inv.0", "v_t.0", "v_inv_t.0"})
       writer.add(name, TensorShape{1, 1, 2, 2}, identity);
-    writer.add("v_tuned.0:quest:2", Vector<double>(Vector<double>::Constant(1, bad)));
+    writer.add("v_tuned.0:quest:2", bad);
     writer.save(file.path());
     CHECK(test::message_of<FileError>([&] { load_transforms(file.path()); }).find("v_tuned.0:quest:2") !=
           std::string::npos);

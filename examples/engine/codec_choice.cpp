@@ -64,7 +64,8 @@ CodecChoice parse_codec(const std::string& name) {
   if (choice.quantizes()) {
     const std::string_view bits = std::string_view(name).substr(std::min(colon + 1, name.size()));
     const std::size_t slash = bits.find('/');
-    if (bits.find('.') != std::string_view::npos) choice.average_bits = real_number(bits).value_or(0);
+    if (bits.find('.') != std::string_view::npos)
+      choice.average_bits = std::min(real_number(bits).value_or(0), 9.0);  // 9, and more, is refused below
     choice.key_bits =
         choice.average_bits > 0 ? static_cast<int>(choice.average_bits) : parse_bits(bits.substr(0, slash));
     choice.value_bits =

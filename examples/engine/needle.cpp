@@ -270,7 +270,7 @@ void needle(const std::vector<std::string>& words) {
   // What could fail later fails now: every length, and every codec.
   for (const Index length : grid.lengths)
     make_haystack(session, filler, length, 0, std::string(key_digits, '0'));
-  for (const CodecChoice& choice : grid.codecs) source.of(choice);
+  for (const CodecChoice& choice : grid.codecs) check_opens(session.model, source, choice);
 
   double total = 0;
   for (const Index length : grid.lengths) total += static_cast<double>(length) * static_cast<double>(length);

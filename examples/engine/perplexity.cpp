@@ -40,7 +40,7 @@ void perplexity(const std::vector<std::string>& words) {
       "as the cache has them, so that all that is quantized counts. Without a codec: unquantized.",
       {"MODEL"},
       joined({{{"text", "FILE", "the text; without, one that comes with the program"},
-               {"quantizer", "NAME", "quest, percentile, minmax, lloyd, bf16 or float", "quest"},
+               {"quantizer", "NAME", "quest, percentile, minmax, lloyd, compact, bf16 or float", "quest"},
                {"bits-k", "B", "of keys, 1 to 8", "2"},
                {"bits-v", "B", "of values, 1 to 8", "2"},
                {"codec", "NAME",
@@ -61,6 +61,8 @@ void perplexity(const std::vector<std::string>& words) {
   const Index context = arguments.integer("context", 3, 1 << 30),
               chunks = arguments.integer("chunks", 0, 1 << 30);
   Index batch = arguments.integer("batch", 0, 1 << 30);
+  if (arguments.given("allot-on") && choice.average_bits == 0)
+    arguments.refuse("--allot-on came, expected a codec with a fraction of bits, as best:2.25");
   arguments.check_outputs({"json"});
 
   Session session(arguments);

@@ -42,6 +42,8 @@ std::vector<Row> rows_of(const Arguments& arguments) {
   for (const std::string& codec : arguments.list("codecs")) {
     if (!parse_codec(codec + ":2").quantizes())
       arguments.refuse("--codecs has '" + codec + "', expected codecs that have bits, without them");
+    if (std::any_of(rows.begin(), rows.end(), [&](const Row& row) { return row.codec == codec; }))
+      arguments.refuse("--codecs has '" + codec + "' twice, expected different ones");
     rows.push_back({codec, codec, codec});
   }
   return rows;
@@ -263,7 +265,7 @@ void table(const std::vector<std::string>& words) {
   for (const Row& row : rows)
     for (const int bits : widths) choices.push_back(parse_codec(row.codec + ":" + std::to_string(bits)));
   source.check_use(choices);
-  for (const CodecChoice& choice : choices) source.of(choice);
+  for (const CodecChoice& choice : choices) check_opens(session.model, source, choice);
   Likelihood unquantized;
   {
     const CodecChoice choice = parse_codec("float");

@@ -28,14 +28,14 @@ void check_statistics(const std::vector<wushkv::LayerStatistics>& statistics,
                                      " KV heads of ", heads.key_dim, "/", heads.value_dim);
 }
 
-/// The transforms of all layers; empty for none.
+/// The transforms of all layers; empty for none without statistics.
 std::vector<wushkv::LayerTransforms> build_all(const Statistics& statistics,
                                                const wushkv::AttentionHeads& heads, Index layers,
                                                const wushkv::BuildOptions& options) {
   std::vector<wushkv::LayerTransforms> transforms;
-  if (options.construction == wushkv::Construction::None) return transforms;
-  // Statistics that are at hand tell any transform its sensitivity.
+  // Statistics that are at hand tell any transform its sensitivity, and none too.
   if (!statistics) {
+    if (options.construction == wushkv::Construction::None) return transforms;
     const wushkv::LayerTransforms each = build_transforms(wushkv::LayerStatistics(heads), options);
     transforms.assign(static_cast<std::size_t>(layers), each);
     return transforms;
@@ -208,6 +208,12 @@ ReadyCache open_cache(const Model& model, TransformSource& source, const CodecCh
   complete.layers = ready.layers;
   return {make_cache(model.config.heads, model.config.layers, ready.transforms, complete),
           ready.folded.get()};
+}
+
+void check_opens(const Model& model, TransformSource& source, const CodecChoice& choice) {
+  CacheSettings settings = source.settings(choice);
+  settings.capacity = 1;
+  open_cache(model, source, choice, settings);
 }
 
 std::vector<wushkv::LayerStatistics> empty_statistics(const Model& model) {

@@ -88,6 +88,8 @@ struct ReadyCache {
 };
 ReadyCache open_cache(const Model& model, TransformSource& source, const CodecChoice& choice,
                       const CacheSettings& settings);
+/// Throws what `open_cache` would, before the work on what comes first.
+void check_opens(const Model& model, TransformSource& source, const CodecChoice& choice);
 
 /// Statistics of no tokens, with the model's output projections, that gather attention and keep a sample.
 std::vector<wushkv::LayerStatistics> empty_statistics(const Model& model);

@@ -130,6 +130,7 @@ class TokenSample {
     detail::check_shape("TokenSample: value_weights", parts.value_weights, n, heads.kv_heads);
     if (!std::is_sorted(parts.priorities.begin(), parts.priorities.end()))
       detail::invalid_argument("TokenSample: priorities do not ascend, expected the order of a sample");
+    if (n == 0) return;
     rows_.resize(n, width());
     rows_ << parts.keys, parts.values, parts.key_weights, parts.value_weights;
     detail::check_finite("TokenSample: a key, value or weight", rows_);
