@@ -82,14 +82,8 @@ class Affine : public BitWidth<Bits> {
   }
 
   UniformLevels<Scalar> levels(const Params& params) const {
-    const Scalar scale = static_cast<Scalar>(params.scale), zero = static_cast<Scalar>(params.zero);
-    const bool flat = scale == Scalar(0);
-    return {.divisor = flat ? std::numeric_limits<Scalar>::infinity() : scale,
-            .shift = flat ? Scalar(0) : zero + Scalar(0.5),
-            .first = 0,
-            .top = static_cast<Scalar>((1 << this->bits()) - 1),
-            .origin = zero,
-            .step = scale};
+    return detail::affine_levels(static_cast<Scalar>(params.scale), static_cast<Scalar>(params.zero),
+                                 this->bits());
   }
 
   std::uint8_t encode(Scalar x, const Params& params) const {

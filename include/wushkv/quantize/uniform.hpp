@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <concepts>
+#include <limits>
 
 #include "wushkv/quantize/concept.hpp"
 
@@ -29,6 +30,22 @@ struct UniformLevels {
   }
   Scalar value(Scalar code) const { return (code - origin) * step; }
 };
+
+namespace detail {
+
+/// Levels `(code - zero) scale`, codes 0 to `2^bits - 1`, to the nearest.
+template <class Scalar>
+UniformLevels<Scalar> affine_levels(Scalar scale, Scalar zero, int bits) {
+  const bool flat = scale == Scalar(0);
+  return {.divisor = flat ? std::numeric_limits<Scalar>::infinity() : scale,
+          .shift = flat ? Scalar(0) : zero + Scalar(0.5),
+          .first = 0,
+          .top = static_cast<Scalar>((1 << bits) - 1),
+          .origin = zero,
+          .step = scale};
+}
+
+}  // namespace detail
 
 /// A quantizer whose levels are one step apart, and says so.
 template <class Q>
